@@ -1,0 +1,8 @@
+"""pearl_jax: grouped matmul for Mixture-of-Experts, as a JAX primitive."""
+
+from pearl_jax.grouped_matmul import check_group_sizes as check_group_sizes
+from pearl_jax.grouped_matmul import grouped_matmul as grouped_matmul
+from pearl_jax.grouped_matmul import grouped_outer as grouped_outer
+from pearl_jax.tiling import TileConfig as TileConfig
+
+__version__ = "0.1.0"

@@ -1,0 +1,300 @@
+"""How the primitives run on a mesh: what each device computes, and what is summed.
+
+Every array axis belongs to a factor of the problem: rows m, contraction k, columns n,
+groups g, and the batch axes. A mesh axis that shards a factor means, for
+
+  grouped_matmul    m, n: nothing to exchange    k: partial sums, psum
+                    g: each device holds some groups and computes the rows they own, psum
+  grouped_outer     k, n, g: nothing to exchange    m: partial sums, psum
+
+Weights do not move: where one mesh axis shards the groups and also the rows, the rows
+are gathered and the psum becomes a reduce-scatter. The psum over k or m is taken in the
+accumulator's dtype and rounded once; the one over g adds zeros to one value, so it is
+exact in any dtype.
+
+Meshes of type Explicit know all shardings while tracing, and the primitive is bound
+inside a shard_map. On meshes of type Auto the compiler chooses them, and the same local
+function is handed to it through custom_partitioning.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.interpreters import mlir
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pearl_jax import reference
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Factors:
+    """Names of the axes of lhs, rhs, group_sizes, group_offset and the output."""
+
+    operands: tuple[tuple[str, ...], ...]
+    out: tuple[str, ...]
+    summed: frozenset[str]
+
+    @classmethod
+    def of(cls, operand_shapes, primitive_name, params):
+        summed = set()
+        if primitive_name == "grouped_matmul":
+            rhs = ("g", "n", "k") if params["transpose_rhs"] else ("g", "k", "n")
+            core, out = (("m", "k"), rhs, ("s",), ()), ("m", "n")
+            summed |= {"k", "g"}
+        else:
+            core, out = (("m", "k"), ("m", "n"), ("s",), ()), ("g", "k", "n")
+            summed |= {"m"}
+        num_batch = len(operand_shapes[3])
+        names = tuple(f"b{i}" for i in range(num_batch))
+        summed |= {names[i] for i in params.get("reduce_axes", ())}
+        operands = tuple(
+            tuple(
+                # An axis of size 1 is a factor of its own: it is shared, not sharded.
+                names[i] if shape[i] != 1 else f"{names[i]}x{position}"
+                for i in range(num_batch)
+            )
+            + core[position]
+            for position, shape in enumerate(operand_shapes)
+        )
+        out = tuple(f"{b}y" if b in summed else b for b in names) + out
+        return cls(operands, out, frozenset(summed))
+
+
+def replicated(mesh, ndim):
+    return NamedSharding(mesh, P(*[None] * ndim))
+
+
+def _axes(spec, ndim):
+    """A PartitionSpec as one tuple of mesh axis names for each array axis."""
+    entries = tuple(spec) + (None,) * (ndim - len(spec))
+    return tuple(() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries)
+
+
+class _Plan:
+    """Which mesh axes shard which factor, and what one device then computes."""
+
+    def __init__(self, primitive, params, mesh_shape, operands, operand_axes, out_axes=None):
+        self.primitive, self.params, self.mesh_shape = primitive, params, mesh_shape
+        self.factors = _Factors.of([x.shape for x in operands], primitive.name, params)
+        self.m = operands[0].shape[-2]
+        lhs, rhs, *rest = zip(self.factors.operands, operand_axes)
+        tensors = [rhs, lhs, *rest]
+        if out_axes is not None:
+            tensors.append((self.factors.out, out_axes))
+        sizes = {f: d for names, x in zip(self.factors.operands, operands)
+                 for f, d in zip(names, x.shape)}  # fmt: skip
+        sizes.setdefault("g", params.get("num_groups"))
+        self.axes = self._assign(tensors, sizes)
+        # The output's own axes, plus those that a reduce-scatter can hand it.
+        wanted = dict(zip(self.factors.out, out_axes)) if out_axes else self._inherited(tensors)
+        reduced = self._reduced()
+        self.scatter = {}
+        for factor in self.factors.out:
+            kept = self.axes.get(factor, ())
+            asked = tuple(a for a in wanted.get(factor, ()) if a in reduced)
+            parts = math.prod(mesh_shape[a] for a in (*kept, *asked))
+            if asked and sizes.get(factor) is not None and sizes[factor] % parts == 0:
+                self.scatter[factor] = asked
+                reduced = tuple(a for a in reduced if a not in asked)
+        self.psum = reduced
+
+    def _assign(self, tensors, sizes):
+        """Each mesh axis goes to one factor, the groups' first; the weights' before the rest."""
+        axes, used = {}, set()
+        names = dict.fromkeys(["g"] + [f for factors, _ in tensors for f in factors])
+        for factor in names:
+            if factor == "s":
+                continue
+            for factors, spec in tensors:
+                found = [a for f, a in zip(factors, spec) if f == factor and a]
+                if not found:
+                    continue
+                free = tuple(a for a in found[0] if a not in used)
+                parts = math.prod(self.mesh_shape[a] for a in free)
+                if free and sizes.get(factor) is not None and sizes[factor] % parts == 0:
+                    axes[factor] = free
+                    used |= set(free)
+                    break
+        return axes
+
+    def _inherited(self, tensors):
+        wanted = {}
+        for factors, spec in tensors:
+            for f, a in zip(factors, spec):
+                if a:
+                    wanted.setdefault(f, a)
+        return wanted
+
+    def _reduced(self):
+        return tuple(a for f, axes in self.axes.items() if f in self.factors.summed for a in axes)
+
+    def _spec(self, factors):
+        def entry(f):
+            return (*self.axes.get(f, ()), *self.scatter.get(f, ())) or None
+
+        return P(*(entry(f) for f in factors))
+
+    @property
+    def operand_specs(self):
+        return tuple(P(*(self.axes.get(f) for f in names)) for names in self.factors.operands)
+
+    @property
+    def out_spec(self):
+        return self._spec(self.factors.out)
+
+    def local(self, bind, lhs, rhs, group_sizes, group_offset):
+        """What one device computes from its blocks."""
+        params = dict(self.params)
+        if "m" in self.axes:
+            group_sizes = self._rows_here(group_sizes, lhs.shape[-2])
+        if "g" in self.axes:
+            position = self.factors.out if self.primitive.name == "grouped_outer" else None
+            groups = params["num_groups"] if position else rhs.shape[-3]
+            if position:
+                groups //= math.prod(self.mesh_shape[a] for a in self.axes["g"])
+                params["num_groups"] = groups
+            group_offset = group_offset + lax.axis_index(self.axes["g"]) * groups
+        out_dtype = params["out_dtype"]
+        reduced = (*self.psum, *(a for axes in self.scatter.values() for a in axes))
+        if set(reduced) - set(self.axes.get("g", ())):
+            params["out_dtype"] = reference.accumulator_dtype(lhs.dtype, rhs.dtype, out_dtype)
+        out = bind(self.primitive, lhs, rhs, group_sizes, group_offset, **params)
+        for factor, axes in self.scatter.items():
+            dim = self.factors.out.index(factor)
+            out = lax.psum_scatter(out, axes, scatter_dimension=dim, tiled=True)
+        if self.psum:
+            out = lax.psum(out, self.psum)
+        return out.astype(out_dtype)
+
+    def _rows_here(self, group_sizes, m_local):
+        """Sizes of the groups' parts that lie in this device's block of rows."""
+        g = group_sizes.shape[-1]
+        zero = jnp.zeros(group_sizes.shape[:-1], jnp.int32)
+        bounds = reference.group_bounds(group_sizes, zero, g, self.m)
+        first = lax.axis_index(self.axes["m"]) * m_local
+        return jnp.diff(jnp.clip(bounds, first, first + m_local), axis=-1)
+
+
+# Explicit meshes.
+
+
+def explicit_axes(operands):
+    """Mesh axes of type Explicit that shard an operand."""
+    axes = set()
+    for x in operands:
+        kind = jax.typeof(x).sharding
+        types = dict(zip(kind.mesh.axis_names, kind.mesh.axis_types))
+        spec = _axes(kind.spec, jax.typeof(x).ndim)
+        axes |= {a for entry in spec for a in entry if types[a] == AxisType.Explicit}
+    return axes
+
+
+def bind_explicit(bind, primitive, operands, params):
+    """Binds inside a shard_map over the Explicit axes; bind is used for the local part."""
+    avals = [jax.typeof(x) for x in operands]
+    mesh = next(a.sharding.mesh for a in avals if not a.sharding.mesh.empty)
+    axes = [_axes(a.sharding.spec, a.ndim) for a in avals]
+    plan = _Plan(primitive, params, dict(mesh.shape), avals, axes)
+
+    operands = [
+        jax.sharding.reshard(x, NamedSharding(mesh, spec))
+        for x, spec in zip(operands, plan.operand_specs)
+    ]
+    explicit = {a for a, t in zip(mesh.axis_names, mesh.axis_types) if t == AxisType.Explicit}
+    return jax.shard_map(
+        functools.partial(plan.local, bind),
+        mesh=mesh,
+        in_specs=plan.operand_specs,
+        out_specs=plan.out_spec,
+        axis_names=explicit,
+    )(*operands)
+
+
+# Auto meshes.
+
+
+def partitioned(primitive, local_lowering):
+    """A lowering that lets the compiler shard the primitive; local_lowering is one device's."""
+
+    def lowering(ctx, *operands, **params):
+        mesh = _auto_mesh(ctx)
+        if mesh is None:
+            return local_lowering(ctx, *operands, **params)
+        context = mlir.ShardingContext(
+            mesh.size, tuple(mesh.devices.flat), abstract_mesh=mesh.abstract_mesh
+        )
+        ctx = ctx.replace(module_context=ctx.module_context.replace(axis_context=context))
+        fun = _custom_partitioned(primitive, params, ctx.avals_in)
+        return mlir.lower_fun(fun, multiple_results=False)(ctx, *operands)
+
+    return lowering
+
+
+def _auto_mesh(ctx):
+    """The mesh whose axes the compiler shards, or None where there is nothing to shard."""
+    context = ctx.module_context.axis_context
+    if not isinstance(context, mlir.ShardingContext) or context.num_devices == 1:
+        return None
+    reason = None
+    mesh = next((a.sharding.mesh for a in ctx.avals_in if not a.sharding.mesh.empty), None)
+    # Only the shape of the mesh is read below, so any devices will do.
+    devices = jax.devices()[: context.num_devices]
+    if ctx.module_context.lowering_parameters.for_export:
+        reason = "an exported module cannot hold the sharding rule; use an Explicit mesh"
+    elif mesh is None:
+        reason = "no mesh is known while lowering; use jax.set_mesh"
+    elif len(devices) != mesh.size:
+        reason = f"{mesh.size} devices are needed to lower, {len(devices)} are there"
+    if mesh is None or reason:
+        _log.warning("pearl_jax: sharded without its own rule, weights may be gathered: %s", reason)
+        return None
+    return jax.sharding.Mesh(np.array(devices).reshape(mesh.axis_sizes), mesh.axis_names)
+
+
+def _custom_partitioned(primitive, params, avals):
+    factors = _Factors.of([a.shape for a in avals], primitive.name, params)
+
+    def plan(mesh, operands, out=None):
+        axes = [_axes(x.sharding.spec, len(x.shape)) for x in operands]
+        out_axes = None if out is None else _axes(out.sharding.spec, len(out.shape))
+        return _Plan(primitive, params, dict(mesh.shape), operands, axes, out_axes)
+
+    def partition(mesh, operands, out):
+        if jax.__version_info__ < (0, 11):
+            # The compiler of jax 0.10 reads the stack frames of the module built below in
+            # the table of another module and may follow them in a circle for ever.
+            jax.config.update("jax_traceback_in_locations_limit", 0)
+        p = plan(mesh, operands, out)
+        local = functools.partial(p.local, lambda prim, *xs, **ps: prim.bind(*xs, **ps))
+        operand_shardings = tuple(NamedSharding(mesh, spec) for spec in p.operand_specs)
+        return mesh, local, NamedSharding(mesh, p.out_spec), operand_shardings
+
+    def infer(mesh, operands, out):
+        return NamedSharding(mesh, plan(mesh, operands).out_spec)
+
+    fun = custom_partitioning(
+        lambda lhs, rhs, group_sizes, group_offset: primitive.bind(
+            lhs, rhs, group_sizes, group_offset, **params
+        )
+    )
+    rule = ", ".join(" ".join(names) for names in factors.operands) + " -> " + " ".join(factors.out)
+    fun.def_partition(
+        partition=partition,
+        infer_sharding_from_operands=infer,
+        sharding_rule=rule,
+        reduction_factors=tuple(f for f in dict.fromkeys(sum(factors.operands, ())) if f in factors.summed),
+        need_replication_factors=("s",),
+    )
+    return fun
