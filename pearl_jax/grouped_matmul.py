@@ -103,7 +103,9 @@ def grouped_matmul(
         group_sizes,
         jnp.int32(0) if group_offset is None else group_offset,
         transpose_rhs=transpose_rhs,
-        **_options(op, lhs, rhs, precision, preferred_element_type, implementation, tile, rhs.shape[0]),
+        **_options(
+            op, lhs, rhs, precision, preferred_element_type, implementation, tile, rhs.shape[0]
+        ),
     )
     return checkpoint_name(out, op)
 
@@ -160,8 +162,14 @@ def grouped_outer(
     if num_groups is None:
         num_groups = group_sizes.shape[0]
     elif group_offset is None:
-        raise ValueError(f"{op}: num_groups needs group_offset, got num_groups={num_groups!r} alone")
-    elif isinstance(num_groups, bool) or not isinstance(num_groups, (int, np.integer)) or num_groups < 0:
+        raise ValueError(
+            f"{op}: num_groups needs group_offset, got num_groups={num_groups!r} alone"
+        )
+    elif (
+        isinstance(num_groups, bool)
+        or not isinstance(num_groups, (int, np.integer))
+        or num_groups < 0
+    ):
         raise ValueError(f"{op}: num_groups must be an int of at least 0, got {num_groups!r}")
     _require_groups(op, "the result", num_groups, group_sizes, group_offset, shapes)
     out = primitives.bind(
@@ -172,7 +180,9 @@ def grouped_outer(
         jnp.int32(0) if group_offset is None else group_offset,
         num_groups=int(num_groups),
         reduce_axes=(),
-        **_options(op, lhs, rhs, precision, preferred_element_type, implementation, tile, num_groups),
+        **_options(
+            op, lhs, rhs, precision, preferred_element_type, implementation, tile, num_groups
+        ),
     )
     return checkpoint_name(out, op)
 
@@ -191,7 +201,9 @@ def _arrays(op, lhs, rhs, ranks):
             raise ValueError(f"{op}: {name} must have {rank} axes, got {x.ndim} {shapes}")
         if x.dtype not in _DTYPES:
             names = ", ".join(d.name for d in _DTYPES)
-            raise TypeError(f"{op}: dtype of {name} must be one of {names}, got {x.dtype.name} {shapes}")
+            raise TypeError(
+                f"{op}: dtype of {name} must be one of {names}, got {x.dtype.name} {shapes}"
+            )
     if isinstance(lhs.shape[0], int) and lhs.shape[0] >= 2**31:
         raise ValueError(f"{op}: lhs must have fewer than 2**31 rows, got {lhs.shape[0]} {shapes}")
     return lhs, rhs, shapes
@@ -231,9 +243,7 @@ def _groups(op, lhs, group_sizes, group_offset, shapes):
     """group_sizes and group_offset as int32; their values are looked at only when asked."""
     group_sizes = _as_int32(op, "group_sizes", group_sizes)
     if group_sizes.ndim != 1:
-        raise ValueError(
-            f"{op}: group_sizes must have 1 axis, got {_text(group_sizes)} {shapes}"
-        )
+        raise ValueError(f"{op}: group_sizes must have 1 axis, got {_text(group_sizes)} {shapes}")
     if group_offset is not None:
         if isinstance(group_offset, int) and not isinstance(group_offset, bool):
             group_offset = np.asarray(group_offset)

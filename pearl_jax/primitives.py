@@ -1,8 +1,8 @@
 """The two primitives and every rule that JAX needs from them.
 
-  grouped_matmul_p   lhs (*b, m, k), rhs (*b, g, k, n)  -> (*b, m, n)     rows of group i times rhs[i]
-                     with transpose_rhs, rhs is (*b, g, n, k)
-  grouped_outer_p    lhs (*b, m, k), rhs (*b, m, n)     -> (*b, g, k, n)  lhs_i^T rhs_i of each group i
+  grouped_matmul_p   lhs (*b, m, k), rhs (*b, g, k, n) -> (*b, m, n): rows of group i times
+                     rhs[i]; with transpose_rhs, rhs is (*b, g, n, k)
+  grouped_outer_p    lhs (*b, m, k), rhs (*b, m, n) -> (*b, g, k, n): lhs_i^T rhs_i of group i
 
 Both also take group_sizes (*b, G) int32 and group_offset (*b,) int32: the g groups at
 hand are groups [offset, offset + g) of the G. The leading batch axes *b broadcast as in
@@ -11,8 +11,10 @@ operand instead of copying it.
 
 Each is linear in lhs and in rhs, and the transposes are again one of the two:
 
-  grouped_matmul    d lhs = grouped_matmul(d out, rhs, transposed)    d rhs = grouped_outer(lhs, d out)
-  grouped_outer     d lhs = grouped_matmul(rhs, d out, transposed)    d rhs = grouped_matmul(lhs, d out)
+  grouped_matmul    d lhs = grouped_matmul(d out, rhs, transposed)
+                    d rhs = grouped_outer(lhs, d out)
+  grouped_outer     d lhs = grouped_matmul(rhs, d out, transposed)
+                    d rhs = grouped_matmul(lhs, d out)
 
 so derivatives of any order and mode need nothing else. A gradient that the batch shares
 is summed over it: grouped_outer does so itself along reduce_axes (batch axes that stay
@@ -24,6 +26,7 @@ from __future__ import annotations
 import functools
 
 import jax
+import jax.core
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive

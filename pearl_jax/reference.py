@@ -85,8 +85,13 @@ def grouped_matmul(
             return acc + _dot(x_piece, w, ((1,), (0,)), precision, acc_dtype)
 
         if piece == rhs_rows and not transpose_rhs:
-            return _dot(x, _slice(rhs, b, (i, 0, 0), (1, k, n))[0].astype(dtype),
-                        ((1,), (0,)), precision, acc_dtype)
+            return _dot(
+                x,
+                _slice(rhs, b, (i, 0, 0), (1, k, n))[0].astype(dtype),
+                ((1,), (0,)),
+                precision,
+                acc_dtype,
+            )
         acc = jnp.zeros((x.shape[0], n), acc_dtype)
         whole = rhs_rows // piece
         if rhs_rows % piece:
@@ -241,10 +246,10 @@ def _pad_symbolic(x, m, row_tiles):
 
 def _walk(row_tiles, start, end, tile_step, state):
     """Runs over rows [start, end): whole large tiles first, then plain ones."""
-    *large, plain = row_tiles
     carry = (start, state)
-    for rows in large:
-        carry = lax.while_loop(lambda c: c[0] + rows <= end, tile_step(rows), carry)
+    *large, plain = row_tiles
+    if large:
+        carry = lax.while_loop(lambda c: c[0] + large[0] <= end, tile_step(large[0]), carry)
     return lax.while_loop(lambda c: c[0] < end, tile_step(plain), carry)[1]
 
 
@@ -278,5 +283,3 @@ def _slice(x, batch_index, starts, sizes):
 def _update(x, block, batch_index, starts):
     block = block.reshape((1,) * len(batch_index) + block.shape)
     return lax.dynamic_update_slice(x, block, _starts(x, batch_index, starts))
-
-

@@ -86,73 +86,49 @@ class _Plan:
     """Which mesh axes shard which factor, and what one device then computes."""
 
     def __init__(self, primitive, params, mesh_shape, operands, operand_axes, out_axes=None):
-        self.primitive, self.params, self.mesh_shape = primitive, params, mesh_shape
+        self.primitive, self.params = primitive, params
         self.factors = _Factors.of([x.shape for x in operands], primitive.name, params)
-        self.m = operands[0].shape[-2]
+        self.sizes = {"g": params.get("num_groups")}
+        for names, x in zip(self.factors.operands, operands):
+            self.sizes |= dict(zip(names, x.shape))
+
+        def fits(factor, axes):
+            parts = math.prod(mesh_shape[a] for a in axes)
+            return axes and self.sizes[factor] % parts == 0
+
+        asked = {}  # factor -> mesh axes, where tensors disagree as the weights have it
         lhs, rhs, *rest = zip(self.factors.operands, operand_axes)
-        tensors = [rhs, lhs, *rest]
-        if out_axes is not None:
-            tensors.append((self.factors.out, out_axes))
-        sizes = {f: d for names, x in zip(self.factors.operands, operands)
-                 for f, d in zip(names, x.shape)}  # fmt: skip
-        sizes.setdefault("g", params.get("num_groups"))
-        self.axes = self._assign(tensors, sizes)
-        # The output's own axes, plus those that a reduce-scatter can hand it.
-        wanted = dict(zip(self.factors.out, out_axes)) if out_axes else self._inherited(tensors)
-        reduced = self._reduced()
+        out = [] if out_axes is None else [(self.factors.out, out_axes)]
+        for names, spec in (rhs, lhs, *rest, *out):
+            for factor, axes in zip(names, spec):
+                if axes and factor != "s":
+                    asked.setdefault(factor, axes)
+
+        self.axes = {}  # each mesh axis goes to one factor, the groups come first
+        for factor in sorted(asked, key="g".__ne__):
+            free = tuple(a for a in asked[factor] if a not in sum(self.axes.values(), ()))
+            if fits(factor, free):
+                self.axes[factor] = free
+
+        # A sum that the output wants sharded ends in a reduce-scatter, the others in a psum.
+        self.psum = tuple(a for f in self.axes if f in self.factors.summed for a in self.axes[f])
         self.scatter = {}
+        out_asked = asked if out_axes is None else dict(zip(self.factors.out, out_axes))
         for factor in self.factors.out:
-            kept = self.axes.get(factor, ())
-            asked = tuple(a for a in wanted.get(factor, ()) if a in reduced)
-            parts = math.prod(mesh_shape[a] for a in (*kept, *asked))
-            if asked and sizes.get(factor) is not None and sizes[factor] % parts == 0:
-                self.scatter[factor] = asked
-                reduced = tuple(a for a in reduced if a not in asked)
-        self.psum = reduced
+            axes = tuple(a for a in out_asked.get(factor, ()) if a in self.psum)
+            if axes and fits(factor, (*self.axes.get(factor, ()), *axes)):
+                self.scatter[factor] = axes
+                self.psum = tuple(a for a in self.psum if a not in axes)
+        self.groups_here = self.sizes["g"] // math.prod(
+            mesh_shape[a] for a in self.axes.get("g", ())
+        )
 
-    def _assign(self, tensors, sizes):
-        """Each mesh axis goes to one factor, the groups' first; the weights' before the rest."""
-        axes, used = {}, set()
-        names = dict.fromkeys(["g"] + [f for factors, _ in tensors for f in factors])
-        for factor in names:
-            if factor == "s":
-                continue
-            for factors, spec in tensors:
-                found = [a for f, a in zip(factors, spec) if f == factor and a]
-                if not found:
-                    continue
-                free = tuple(a for a in found[0] if a not in used)
-                parts = math.prod(self.mesh_shape[a] for a in free)
-                if free and sizes.get(factor) is not None and sizes[factor] % parts == 0:
-                    axes[factor] = free
-                    used |= set(free)
-                    break
-        return axes
-
-    def _inherited(self, tensors):
-        wanted = {}
-        for factors, spec in tensors:
-            for f, a in zip(factors, spec):
-                if a:
-                    wanted.setdefault(f, a)
-        return wanted
-
-    def _reduced(self):
-        return tuple(a for f, axes in self.axes.items() if f in self.factors.summed for a in axes)
-
-    def _spec(self, factors):
-        def entry(f):
-            return (*self.axes.get(f, ()), *self.scatter.get(f, ())) or None
-
-        return P(*(entry(f) for f in factors))
-
-    @property
-    def operand_specs(self):
-        return tuple(P(*(self.axes.get(f) for f in names)) for names in self.factors.operands)
-
-    @property
-    def out_spec(self):
-        return self._spec(self.factors.out)
+        self.operand_specs = tuple(
+            P(*(self.axes.get(f) for f in names)) for names in self.factors.operands
+        )
+        self.out_spec = P(
+            *((*self.axes.get(f, ()), *self.scatter.get(f, ())) or None for f in self.factors.out)
+        )
 
     def local(self, bind, lhs, rhs, group_sizes, group_offset):
         """What one device computes from its blocks."""
@@ -160,15 +136,12 @@ class _Plan:
         if "m" in self.axes:
             group_sizes = self._rows_here(group_sizes, lhs.shape[-2])
         if "g" in self.axes:
-            position = self.factors.out if self.primitive.name == "grouped_outer" else None
-            groups = params["num_groups"] if position else rhs.shape[-3]
-            if position:
-                groups //= math.prod(self.mesh_shape[a] for a in self.axes["g"])
-                params["num_groups"] = groups
-            group_offset = group_offset + lax.axis_index(self.axes["g"]) * groups
+            group_offset = group_offset + lax.axis_index(self.axes["g"]) * self.groups_here
+            if "num_groups" in params:
+                params["num_groups"] = self.groups_here
         out_dtype = params["out_dtype"]
-        reduced = (*self.psum, *(a for axes in self.scatter.values() for a in axes))
-        if set(reduced) - set(self.axes.get("g", ())):
+        summed = {f for f in self.axes if f in self.factors.summed}
+        if summed - {"g"}:
             params["out_dtype"] = reference.accumulator_dtype(lhs.dtype, rhs.dtype, out_dtype)
         out = bind(self.primitive, lhs, rhs, group_sizes, group_offset, **params)
         for factor, axes in self.scatter.items():
@@ -182,7 +155,7 @@ class _Plan:
         """Sizes of the groups' parts that lie in this device's block of rows."""
         g = group_sizes.shape[-1]
         zero = jnp.zeros(group_sizes.shape[:-1], jnp.int32)
-        bounds = reference.group_bounds(group_sizes, zero, g, self.m)
+        bounds = reference.group_bounds(group_sizes, zero, g, self.sizes["m"])
         first = lax.axis_index(self.axes["m"]) * m_local
         return jnp.diff(jnp.clip(bounds, first, first + m_local), axis=-1)
 
@@ -290,11 +263,12 @@ def _custom_partitioned(primitive, params, avals):
         )
     )
     rule = ", ".join(" ".join(names) for names in factors.operands) + " -> " + " ".join(factors.out)
+    in_order = dict.fromkeys(name for names in factors.operands for name in names)
     fun.def_partition(
         partition=partition,
         infer_sharding_from_operands=infer,
         sharding_rule=rule,
-        reduction_factors=tuple(f for f in dict.fromkeys(sum(factors.operands, ())) if f in factors.summed),
+        reduction_factors=tuple(f for f in in_order if f in factors.summed),
         need_replication_factors=("s",),
     )
     return fun

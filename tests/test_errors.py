@@ -1,0 +1,385 @@
+"""Every bad call fails while tracing, and says which operator, argument, rule and values."""
+
+import ast
+import contextlib
+import importlib
+import inspect
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import checkify
+from jax.sharding import PartitionSpec as P
+
+import pearl_jax
+from pearl_jax import TileConfig, grouped_matmul, grouped_outer, ragged_dot, ragged_dot_general
+
+X = np.ones((6, 4), np.float32)  # (m, k)
+W = np.ones((3, 4, 5), np.float32)  # (g, k, n)
+Y = np.ones((6, 5), np.float32)  # (m, n)
+S = np.array([2, 3, 1], np.int32)
+LONG = np.array([2, 1, 1, 2], np.int32)
+XW = "(lhs f32[6,4], rhs f32[3,4,5])"
+XY = "(lhs f32[6,4], rhs f32[6,5])"
+DTYPES = "bfloat16, float16, float32, float64, float8_e4m3fn, float8_e5m2, int8"
+PRECISION = (
+    "precision must be what jax.lax.dot_general takes: None, a jax.lax.Precision, its name, "
+    "a pair of these, a DotAlgorithm or a DotAlgorithmPreset; got "
+)
+WIDE = "preferred_element_type must be at least as wide as the operands and of their kind, got "
+FORMS = (
+    "dimension numbers must be (m,k),(g,k,n) or (m,k),(g,n,k) with ragged m and groups g, or "
+    "(m,k),(m,n) contracted over ragged m, each with batch dimensions; got RaggedDot"
+)
+
+
+def dims(contract, batch=((), ()), ragged=(0,), group=(0,)):
+    return jax.lax.RaggedDotDimensionNumbers((contract, batch), ragged, group)
+
+
+ROWS = dims(((1,), (1,)))
+OUTER = dims(((0,), (0,)), group=())
+BATCHED = dims(((2,), (2,)), ((0,), (0,)), ragged=(1,), group=(1,))
+
+# (id, function, arguments, keyword arguments, exception, whole beginning of the message)
+CASES = []
+
+
+def bad(name, function, args, error, message, **kwargs):
+    """The message starts with the operator's name, which the public functions share."""
+    prefix = {ragged_dot: "grouped_matmul"}.get(function, function.__name__)
+    if not re.match(r"\w+: ", message):
+        message = f"{prefix}: {message}"
+    CASES.append(pytest.param(function, args, kwargs, error, message, id=name))
+
+
+# What holds for the operands of every function.
+for f, x, y, text in ((grouped_matmul, X, W, XW), (ragged_dot, X, W, XW), (grouped_outer, X, Y, XY)):
+    n = f.__name__
+    rank = y.ndim
+    bad(f"{n}-lhs-list", f, (X.tolist(), y, S), TypeError, "lhs must be an array, got list")
+    bad(f"{n}-rhs-none", f, (x, None, S), TypeError, "rhs must be an array, got NoneType")
+    bad(
+        f"{n}-lhs-rank", f, (X[0], y, S), ValueError,
+        f"lhs must have 2 axes, got 1 (lhs f32[4], rhs {text.split('rhs ')[1]}",
+    )  # fmt: skip
+    bad(
+        f"{n}-rhs-rank", f, (x, y[None], S), ValueError,
+        f"rhs must have {rank} axes, got {rank + 1} (lhs f32[6,4], rhs f32[1,",
+    )  # fmt: skip
+    bad(
+        f"{n}-lhs-dtype", f, (X.astype(np.int32), y, S), TypeError,
+        f"dtype of lhs must be one of {DTYPES}, got int32 (lhs i32[6,4], rhs f32",
+    )  # fmt: skip
+    bad(
+        f"{n}-rhs-dtype", f, (x, y.astype(np.complex64), S), TypeError,
+        f"dtype of rhs must be one of {DTYPES}, got complex64 {text.replace('rhs f32', 'rhs complex64')}",
+    )  # fmt: skip
+    bad(f"{n}-sizes-list", f, (x, y, [2, 3, 1]), TypeError, "group_sizes must be an array, got list")
+    bad(
+        f"{n}-sizes-dtype", f, (x, y, S.astype(np.float32)), TypeError,
+        "group_sizes must have an integer dtype, got f32[3]",
+    )  # fmt: skip
+    bad(
+        f"{n}-sizes-bool", f, (x, y, S > 1), TypeError,
+        "group_sizes must have an integer dtype, got bool[3]",
+    )  # fmt: skip
+    bad(
+        f"{n}-sizes-rank", f, (x, y, S[None]), ValueError,
+        f"group_sizes must have 1 axis, got i32[1,3] {text}",
+    )  # fmt: skip
+    bad(
+        f"{n}-offset-shape", f, (x, y, S), ValueError,
+        f"group_offset must be a scalar or have shape (1,), got i32[2] {text}",
+        group_offset=np.zeros(2, np.int32),
+    )  # fmt: skip
+    bad(
+        f"{n}-offset-float", f, (x, y, S), TypeError,
+        "group_offset must be an array, got float", group_offset=1.0,
+    )  # fmt: skip
+    bad(
+        f"{n}-offset-bool", f, (x, y, S), TypeError,
+        "group_offset must be an array, got bool", group_offset=True,
+    )  # fmt: skip
+    bad(
+        f"{n}-offset-dtype", f, (x, y, S), TypeError,
+        "group_offset must have an integer dtype, got f32[]", group_offset=np.float32(1),
+    )  # fmt: skip
+    for p in ("exact", 3, ("high",), (None, "F32_F32_F32"), ("high", "high", "high")):
+        bad(f"{n}-precision-{p}", f, (x, y, S), ValueError, f"{PRECISION}{p!r}", precision=p)
+    for dtype, name in ((jnp.bfloat16, "bfloat16"), (np.int32, "int32"), (np.complex64, "complex64")):
+        bad(
+            f"{n}-preferred-{name}", f, (x, y, S), TypeError,
+            f"{WIDE}{name} for float32 and float32", preferred_element_type=dtype,
+        )  # fmt: skip
+    bad(
+        f"{n}-preferred-nonsense", f, (x, y, S), TypeError,
+        "preferred_element_type must be a dtype, got 'wide'", preferred_element_type="wide",
+    )  # fmt: skip
+
+# The options that only the functions of this package have.
+for f, y in ((grouped_matmul, W), (grouped_outer, Y)):
+    n = f.__name__
+    bad(
+        f"{n}-implementation", f, (X, y, S), ValueError,
+        "implementation must be None, 'xla' or 'cuda', got 'triton'", implementation="triton",
+    )  # fmt: skip
+    bad(
+        f"{n}-cuda", f, (X, y, S), ValueError,
+        "implementation='cuda' cannot run, ", implementation="cuda",
+    )  # fmt: skip
+    bad(f"{n}-tile", f, (X, y, S), TypeError, "tile must be a TileConfig or None, got 64", tile=64)
+
+# grouped_matmul: shapes that do not fit together.
+for f in (grouped_matmul, ragged_dot):
+    n = f.__name__
+    bad(
+        f"{n}-k", f, (X[:, :3], W, S), ValueError,
+        "the k of lhs is 3 but axis 1 of rhs is 4 (lhs f32[6,3], rhs f32[3,4,5])",
+    )  # fmt: skip
+    bad(
+        f"{n}-groups", f, (X, W, S[:2]), ValueError,
+        f"rhs has 3 groups but group_sizes has 2 {XW}; a part of the groups needs group_offset",
+    )  # fmt: skip
+    bad(f"{n}-part", f, (X, W, LONG), ValueError, f"rhs has 3 groups but group_sizes has 4 {XW}")
+    bad(
+        f"{n}-offset-groups", f, (X, W, S[:2]), ValueError,
+        f"rhs has 3 groups, more than the 2 of group_sizes {XW}", group_offset=0,
+    )  # fmt: skip
+bad(
+    "transpose-k", grouped_matmul, (X, W, S), ValueError,
+    f"the k of lhs is 4 but axis 2 of rhs is 5 {XW}", transpose_rhs=True,
+)  # fmt: skip
+for value in (1, "yes", None):
+    bad(
+        f"transpose-{value}", grouped_matmul, (X, W, S), TypeError,
+        f"transpose_rhs must be a bool, got {value!r}", transpose_rhs=value,
+    )  # fmt: skip
+bad(
+    "rows", grouped_matmul,
+    (jax.ShapeDtypeStruct((2**31, 4), jnp.int8), jax.ShapeDtypeStruct((3, 4, 5), jnp.int8), S),
+    ValueError, "lhs must have fewer than 2**31 rows, got 2147483648 (lhs i8[2147483648,4], rhs i8",
+)  # fmt: skip
+
+# grouped_outer.
+bad(
+    "outer-m", grouped_outer, (X, Y[:5], S), ValueError,
+    "the m of lhs is 6 but the m of rhs is 5 (lhs f32[6,4], rhs f32[5,5])",
+)  # fmt: skip
+bad(
+    "outer-num-groups-alone", grouped_outer, (X, Y, S), ValueError,
+    "num_groups needs group_offset, got num_groups=2 alone", num_groups=2,
+)  # fmt: skip
+for value in (-1, True, 1.0):
+    bad(
+        f"outer-num-groups-{value}", grouped_outer, (X, Y, S), ValueError,
+        f"num_groups must be an int of at least 0, got {value!r}",
+        num_groups=value, group_offset=0,
+    )  # fmt: skip
+bad(
+    "outer-num-groups-many", grouped_outer, (X, Y, S), ValueError,
+    f"the result has 4 groups, more than the 3 of group_sizes {XY}", num_groups=4, group_offset=0,
+)  # fmt: skip
+
+# ragged_dot_general and the out_sharding that both of the jax.lax names take.
+for f, args in ((ragged_dot, (X, W, S)), (ragged_dot_general, (X, W, S, ROWS))):
+    bad(
+        f"{f.__name__}-out-sharding", f, args, ValueError,
+        f"ragged_dot: out_sharding={P('a', None)} needs a mesh, see jax.set_mesh",
+        out_sharding=P("a", None),
+    )  # fmt: skip
+bad(
+    "general-dims-type", ragged_dot_general, (X, W, S, (((1,), (1,)), ((), ()))), TypeError,
+    "ragged_dot_dimension_numbers must be a jax.lax.RaggedDotDimensionNumbers, got (((1,), (1,))",
+)  # fmt: skip
+for i, name in enumerate(("lhs", "rhs", "group_sizes")):
+    args = (X, W, S, ROWS)
+    args = (*args[:i], [1.0], *args[i + 1 :])
+    bad(
+        f"general-{name}-list", ragged_dot_general, args, TypeError,
+        f"{name} must be an array, got list",
+    )  # fmt: skip
+for name, args in {
+    "two-ragged": (X, W, S, dims(((1,), (1,)), ragged=(0, 1))),
+    "no-groups": (X, W, S, dims(((1,), (1,)), group=())),
+    "ragged-k": (X, W, S, dims(((1,), (1,)), ragged=(1,))),
+    "two-contracted": (X[None], W, S, dims(((1, 2), (0, 1)), group=())),
+    "ragged-batch": (X, W[:, 0], S, dims(((1,), (1,)), ((0,), (0,)), group=())),
+    "groups-last": (X, W.transpose(1, 2, 0), S, dims(((1,), (0,)), group=(2,))),
+}.items():
+    bad(
+        f"general-{name}", ragged_dot_general, args, NotImplementedError, FORMS
+    )
+bad(
+    "general-sizes-batch", ragged_dot_general, (X[None], W[None], S[None, None], BATCHED),
+    ValueError, "group_sizes must be (g,) or (*batch, g) with 1 batch axes, got (1, 1, 3)",
+)  # fmt: skip
+bad(
+    "general-k", ragged_dot_general, (X, W, S, dims(((1,), (2,)))), ValueError,
+    f"grouped_matmul: the k of lhs is 4 but axis 2 of rhs is 5 {XW}",
+)  # fmt: skip
+bad(
+    "general-m", ragged_dot_general, (X, Y[:5], S, OUTER), ValueError,
+    "grouped_outer: the m of lhs is 6 but the m of rhs is 5",
+)  # fmt: skip
+
+for value in (0, -8, 8.0, True, "8", None):
+    bad(
+        f"tile-{value}", TileConfig, (value,), ValueError,
+        f"m must be a positive int, got {value!r}",
+    )  # fmt: skip
+
+
+def is_operand(x):
+    return isinstance(x, (np.ndarray, np.generic, jax.ShapeDtypeStruct))
+
+
+def trace(function, args, kwargs):
+    """Traces the call under jit, with all arrays (keywords too) as arguments of the jit."""
+    leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=lambda x: x is None or is_operand(x))
+    where = [i for i, x in enumerate(leaves) if is_operand(x)]
+
+    def call(*operands):
+        filled = list(leaves)
+        for i, x in zip(where, operands):
+            filled[i] = x
+        args, kwargs = jax.tree.unflatten(tree, filled)
+        return function(*args, **kwargs)
+
+    return jax.jit(call).trace(*(leaves[i] for i in where))
+
+
+def call(function, args, kwargs):
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in args):
+        return trace(function, args, kwargs)
+    return function(*args, **kwargs)
+
+
+@pytest.mark.parametrize("how", [call, trace], ids=["eager", "jit"])
+@pytest.mark.parametrize("function, args, kwargs, error, message", CASES)
+def test_bad_call(function, args, kwargs, error, message, how):
+    with pytest.raises(error, match="^" + re.escape(message)) as caught:
+        how(function, args, kwargs)
+    assert caught.type is error
+
+
+def test_cases_are_bad_in_one_thing():
+    """The calls that the cases above spoil are good, so each message has its own cause."""
+    want = np.broadcast_to(np.float32(4), (6, 5))
+    np.testing.assert_array_equal(grouped_matmul(X, W, S), want)
+    np.testing.assert_array_equal(ragged_dot(X, W, S), want)
+    np.testing.assert_array_equal(ragged_dot_general(X, W, S, ROWS), want)
+    np.testing.assert_array_equal(ragged_dot_general(X[None], W[None], S[None], BATCHED), want[None])
+    sums = np.broadcast_to(S.astype(np.float32)[:, None, None], (3, 4, 5))
+    np.testing.assert_array_equal(grouped_outer(X, Y, S), sums)
+    np.testing.assert_array_equal(ragged_dot_general(X, Y, S, OUTER), sums)
+    assert TileConfig(8).m == 8
+
+
+@pytest.mark.parametrize("module", ["grouped_matmul", "ragged_dot", "tiling"])
+def test_every_raise_is_covered(module):
+    """Each raise statement of the module ends one of the cases above."""
+    module = importlib.import_module(f"pearl_jax.{module}") and sys.modules[f"pearl_jax.{module}"]
+    raises = {
+        (node.lineno, node.end_lineno)
+        for node in ast.walk(ast.parse(inspect.getsource(module)))
+        if isinstance(node, ast.Raise)
+    }
+    assert raises
+    reached = set()
+    for case in CASES:
+        function, args, kwargs, error, _ = case.values
+        with pytest.raises(error) as caught:
+            call(function, args, kwargs)
+        lines = {t.lineno + 1 for t in caught.traceback if str(t.path) == module.__file__}
+        reached |= {r for r in raises for line in lines if r[0] <= line <= r[1]}
+    missing = sorted(raises - reached)
+    assert not missing, f"no case reaches the raise statements at lines {missing}"
+
+
+# Group sizes are values: they are clamped, and reported only when asked.
+
+CHECKED = {
+    "grouped_matmul": lambda s: grouped_matmul(X, W, s),
+    "grouped_outer": lambda s: grouped_outer(X, Y, s),
+}
+BAD_SIZES = {
+    "negative": ([2, -3, 1], "group_sizes must not be negative, got [ 2 -3  1]"),
+    "minimum": ([0, -(2**31), 0], "group_sizes must not be negative, got"),
+    "sum": ([2, 3, 2], "group_sizes sum to more than the 6 rows of lhs, got [2 3 2]"),
+    "one": ([0, 7, 0], "group_sizes sum to more than the 6 rows of lhs, got [0 7 0]"),
+    "overflow": ([2**31 - 1, 2**31 - 1, 2], "group_sizes sum to more than the 6 rows of lhs"),
+}
+GOOD_SIZES = [[2, 3, 1], [6, 0, 0], [0, 0, 0], [1, 0, 2]]
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("name", CHECKED)
+def test_checkify_reports_bad_sizes(name, jit):
+    with pearl_jax.check_group_sizes(True):
+        checked = checkify.checkify(CHECKED[name])
+        checked = jax.jit(checked) if jit else checked
+        for sizes, message in BAD_SIZES.values():
+            error, _ = checked(jnp.array(sizes, jnp.int32))
+            assert (error.get() or "").startswith(f"{name}: {message}"), sizes
+            with pytest.raises(checkify.JaxRuntimeError, match=re.escape(message)):
+                error.throw()
+        for sizes in GOOD_SIZES:
+            error, out = checked(jnp.array(sizes, jnp.int32))
+            assert error.get() is None, sizes
+            np.testing.assert_array_equal(out, CHECKED[name](jnp.array(sizes)) if not jit else out)
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_checkify_leaves_results_alone(name):
+    """With the mode, bad sizes are clamped as without it."""
+    for sizes, _ in BAD_SIZES.values():
+        sizes = jnp.array(sizes, jnp.int32)
+        want = CHECKED[name](sizes)
+        with pearl_jax.check_group_sizes(True):
+            _, got = checkify.checkify(CHECKED[name])(sizes)
+        np.testing.assert_array_equal(got, want)
+
+
+def test_checkify_reports_wide_sizes():
+    """Sizes past 32 bits are reported, and not the ones they would wrap around to."""
+    for sizes in (np.array([2**32 + 1, 1, 1]), np.array([2**31, 0, 0], np.uint32)):
+        with pearl_jax.check_group_sizes(True):
+            error, _ = checkify.checkify(CHECKED["grouped_matmul"])(sizes)
+        assert "sum to more than the 6 rows" in (error.get() or "")
+
+
+def test_checkify_under_grad_and_vmap():
+    def loss(w, s):
+        return grouped_matmul(X, w, s).sum()
+
+    with pearl_jax.check_group_sizes(True):
+        error, _ = jax.jit(checkify.checkify(jax.grad(loss)))(W, jnp.array([2, 3, 2]))
+        assert "grouped_matmul: group_sizes sum to more than the 6 rows" in error.get()
+        batch = jnp.array([[2, 3, 1], [2, -1, 1]])
+        error, _ = checkify.checkify(jax.vmap(CHECKED["grouped_outer"]))(batch)
+        assert "grouped_outer: group_sizes must not be negative" in error.get()
+        error, _ = checkify.checkify(jax.vmap(CHECKED["grouped_outer"]))(batch[:1])
+        assert error.get() is None
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_mode_is_off_by_default(name):
+    """Outside the mode nothing is checked, and a jitted function notices the switch."""
+    sizes = jnp.array([2, -3, 9], jnp.int32)
+    checked = jax.jit(checkify.checkify(CHECKED[name]))
+    for mode in (False, True, False):
+        with pearl_jax.check_group_sizes(True) if mode else contextlib.nullcontext():
+            error, _ = checked(sizes)
+        assert (error.get() is not None) == mode
+    assert pearl_jax.check_group_sizes.value is False
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_no_effects_without_the_mode(name):
+    assert not jax.make_jaxpr(CHECKED[name])(S).effects
+    with pearl_jax.check_group_sizes(True):
+        assert jax.make_jaxpr(CHECKED[name])(S).effects  # so the line above can fail
