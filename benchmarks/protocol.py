@@ -2,7 +2,8 @@
 
 Candidates are timed in turn, round after round in one process, so that whatever else the
 machine does hits all of them; what counts is the median of each, and the ratios. Every
-sample dispatches calls back to back for at least MIN_SAMPLE_SECONDS and waits once. The
+sample makes calls for at least MIN_SAMPLE_SECONDS: back to back on a GPU with one wait at
+the end; each waited for on a CPU, where independent calls would run side by side. The
 calls walk through several copies of the operands, so that weights are not found in a
 cache. Operands are random, never zeros: zeros use less power and flatter a GPU.
 """
@@ -20,8 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 
 MIN_SAMPLE_SECONDS = 0.01
-COLD_BYTES = 2**27  # more than the last-level cache of the machines at hand
-_MAX_COPIES = 8
+COLD_BYTES = 2**29  # more than a last-level cache holds
+_MAX_COPIES = 64
 
 
 def random_array(seed, shape, dtype):
@@ -31,7 +32,7 @@ def random_array(seed, shape, dtype):
 
 
 def cold_copies(operands):
-    """Copies of a tuple of arrays, together COLD_BYTES or more (but at most 8 copies)."""
+    """Copies of a tuple of arrays, together COLD_BYTES or more (but at most 64 copies)."""
     size = sum(x.nbytes for x in operands)
     copies = min(max(math.ceil(COLD_BYTES / max(size, 1)), 1), _MAX_COPIES)
     return [operands] + [tuple(jnp.copy(x) for x in operands) for _ in range(copies - 1)]
@@ -50,20 +51,25 @@ class Timing:
     ratios: dict[str, float]
 
 
-def measure(candidates, inputs, rounds) -> Timing:
+def measure(candidates, inputs, rounds, check=None) -> Timing:
     """Times candidates (name -> function) on inputs, a list of argument tuples used in turn.
 
-    All functions are called once before, to compile. The order within a round rotates,
-    so that no candidate always follows the same other one.
+    All are called once before, to compile; check is given these results as a dict (name ->
+    result of inputs[0]) and raises where they do not agree. The order within a round
+    rotates, so that no candidate always follows the same other one.
     """
     if not candidates or not inputs or rounds < 1:
         raise ValueError(
             f"measure: needs a candidate, an input and a round, got {len(candidates)} "
             f"candidates, {len(inputs)} inputs, {rounds=}"
         )
+    results = {name: function(*inputs[0]) for name, function in candidates.items()}
+    jax.block_until_ready(results)
+    if check is not None:
+        check(results)
+    del results
     calls, turns, samples = {}, {}, {}
     for name, function in candidates.items():
-        jax.block_until_ready(function(*inputs[0]))
         turns[name] = itertools.cycle(inputs)
         once = _sample(function, turns[name], 1)
         calls[name] = max(1, math.ceil(MIN_SAMPLE_SECONDS / once))
@@ -77,10 +83,14 @@ def measure(candidates, inputs, rounds) -> Timing:
 
 
 def _sample(function, turns, calls):
-    """Seconds of one call, out of several dispatched back to back."""
+    """Seconds of one call, out of several."""
+    wait_for_each = jax.default_backend() == "cpu"
     start = time.perf_counter()
-    results = [function(*next(turns)) for _ in range(calls)]
-    jax.block_until_ready(results)
+    for _ in range(calls):
+        result = function(*next(turns))
+        if wait_for_each:
+            jax.block_until_ready(result)
+    jax.block_until_ready(result)
     return (time.perf_counter() - start) / calls
 
 
@@ -124,17 +134,27 @@ def _floor(num_bytes, flops, peaks):
 
 
 def measure_peaks(dtype, size=2048, rounds=5) -> Peaks:
-    """The best of several rounds: a pass over 128 MiB, and a (size, size) matmul in dtype."""
-    x = jax.block_until_ready(jnp.asarray(np.random.default_rng(0).random(2**25, np.float32)))
-    add_one = jax.jit(lambda x: x + 1)
+    """The best of several rounds: a pass over COLD_BYTES in place, a (size, size) matmul in dtype.
+
+    The pass donates its operand: fresh memory would cost a CPU several times as much. The
+    outputs of what is timed here do pay for that, so a CPU stays some way above its floors.
+    """
+    x = jax.random.normal(jax.random.key(0), (COLD_BYTES // 4,), jnp.float32)
+    num_bytes = 2 * x.nbytes
+    add_one = jax.jit(lambda x: x + 1, donate_argnums=0)
     a, b = (random_array(seed, (size, size), dtype) for seed in (1, 2))
     matmul = jax.jit(jnp.matmul)
-    jax.block_until_ready((add_one(x), matmul(a, b)))
-    best = [math.inf, math.inf]
-    for _ in range(rounds):
-        for i, (function, args) in enumerate(((add_one, (x,)), (matmul, (a, b)))):
-            best[i] = min(best[i], _sample(function, itertools.repeat(args), 1))
-    return Peaks(bandwidth=2 * x.nbytes / best[0], flops=2 * size**3 / best[1])
+    bandwidth = flops = 0.0
+    for r in range(rounds + 1):
+        start = time.perf_counter()
+        x = jax.block_until_ready(add_one(x))
+        middle = time.perf_counter()
+        jax.block_until_ready(matmul(a, b))
+        end = time.perf_counter()
+        if r:  # the first round compiles
+            bandwidth = max(bandwidth, num_bytes / (middle - start))
+            flops = max(flops, 2 * size**3 / (end - middle))
+    return Peaks(bandwidth, flops)
 
 
 # Agreement.
@@ -146,7 +166,7 @@ def worst_group_error(got, want, group_sizes=None):
     Groups are consecutive rows by group_sizes, and the rows past the last one; or the
     entries of the first axis where group_sizes is None. Where want is 0, got must be too.
     """
-    got, want = (np.asarray(x, np.float64) for x in (got, want))
+    got, want = np.asarray(got), np.asarray(want)
     if got.shape != want.shape:
         raise ValueError(f"worst_group_error: shapes {got.shape} and {want.shape} differ")
     if group_sizes is not None:
@@ -154,6 +174,7 @@ def worst_group_error(got, want, group_sizes=None):
         got, want = np.split(got, ends), np.split(want, ends)
     worst = 0.0
     for g, w in zip(got, want):
+        g, w = g.astype(np.float64), w.astype(np.float64)
         difference, norm = np.linalg.norm(g - w), np.linalg.norm(w)
         if norm == 0:
             error = 0.0 if difference == 0 else math.inf

@@ -5,7 +5,7 @@ Each byte is a token; a router sends it to 2 of 16 experts, which run forward an
 as grouped matmuls. Every result is checked against plain numpy in float64, and timed
 beside the same layer on jax.lax.ragged_dot.
 
-  python examples/quickstart.py --tokens 2048
+  python examples/quickstart.py --tokens 4096
 """
 
 import argparse
@@ -36,9 +36,9 @@ def read_stdlib(num_bytes):
     return np.frombuffer(data, np.uint8)
 
 
-def embed(data, num_tokens, embedding):
-    """data (num_tokens + CONTEXT,) bytes -> tokens (t, d), and the embedded next bytes (t, d)."""
-    seen = (embedding[data[i : i + num_tokens]] * 0.5 ** (CONTEXT - 1 - i) for i in range(CONTEXT))
+def embed(data, embedding):
+    """data (t + CONTEXT,) bytes -> tokens (t, d), nearer bytes weigh more; next bytes (t, d)."""
+    seen = (0.5**i * embedding[data[CONTEXT - 1 - i : -1 - i]] for i in range(CONTEXT))
     return sum(seen), embedding[data[CONTEXT:]]
 
 
@@ -51,47 +51,32 @@ def route(tokens, router):
     return group_sizes, order // TOP_K, weights.ravel()[order]
 
 
-def moe(matmul, gate_up, down, tokens, routing):
-    """The layer, for any matmul(lhs, rhs, group_sizes): (t, d) -> (t, d), and both products."""
+def loss(matmul, gate_up, down, tokens, routing, target):
+    """The layer with any matmul, (t, d) -> (t, d), as its distance to target; both products."""
     group_sizes, token, weight = routing
     gate_up_out = matmul(tokens[token], gate_up, group_sizes)  # (2t, d) x (e, d, 2f)
     gate, up = jnp.split(gate_up_out, 2, axis=-1)
     down_out = matmul(jax.nn.silu(gate) * up, down, group_sizes)  # (2t, f) x (e, f, d)
     out = jnp.zeros_like(tokens).at[token].add(weight[:, None] * down_out)
-    return out, (gate_up_out, down_out)
+    return jnp.sum((out - target) ** 2) / (2 * len(target)), (gate_up_out, down_out)
 
 
-def loss(matmul, gate_up, down, tokens, routing, target):
-    """How far the layer is from the embedding of each next byte."""
-    out, products = moe(matmul, gate_up, down, tokens, routing)
-    return jnp.sum((out - target) ** 2) / (2 * len(target)), products
-
-
-def rows_of_experts(group_sizes):
-    """group_sizes (e,) -> the row numbers of each expert."""
-    return np.split(np.arange(sum(group_sizes)), np.cumsum(group_sizes)[:-1])
-
-
-def numpy_moe(gate_up, down, tokens, routing, target):
-    """Products and gradients of the same layer, one expert after another, in float64."""
-    group_sizes, token, weight = (np.asarray(x) for x in routing)
-    groups = rows_of_experts(group_sizes)
-    weight = weight[:, None].astype(np.float64)
-    gate_up_out = np.concatenate([tokens[token[r]] @ w for r, w in zip(groups, gate_up)])
+def numpy_moe(gate_up, down, tokens, rows, token, weight, target):
+    """Products and gradients of the same layer in float64; rows lists each expert's rows."""
+    gate_up_out = np.concatenate([tokens[token[r]] @ w for r, w in zip(rows, gate_up)])
     gate, up = np.split(gate_up_out, 2, axis=-1)
     sigmoid = 1 / (1 + np.exp(-gate))
     hidden = gate * sigmoid * up
-    down_out = np.concatenate([hidden[r] @ w for r, w in zip(groups, down)])
+    down_out = np.concatenate([hidden[r] @ w for r, w in zip(rows, down)])
     out = np.zeros_like(tokens)
-    np.add.at(out, token, weight * down_out)
-
-    d_down_out = weight * ((out - target) / len(target))[token]
-    d_down = np.stack([hidden[r].T @ d_down_out[r] for r in groups])
-    d_hidden = np.concatenate([d_down_out[r] @ w.T for r, w in zip(groups, down)])
+    np.add.at(out, token, weight[:, None] * down_out)
+    d_down_out = weight[:, None] * ((out - target) / len(target))[token]
+    d_down = np.stack([hidden[r].T @ d_down_out[r] for r in rows])
+    d_hidden = np.concatenate([d_down_out[r] @ w.T for r, w in zip(rows, down)])
     d_gate = d_hidden * up * sigmoid * (1 + gate * (1 - sigmoid))
     d_gate_up_out = np.concatenate([d_gate, d_hidden * gate * sigmoid], axis=-1)
-    d_gate_up = np.stack([tokens[token[r]].T @ d_gate_up_out[r] for r in groups])
-    d_rows = np.concatenate([d_gate_up_out[r] @ w.T for r, w in zip(groups, gate_up)])
+    d_gate_up = np.stack([tokens[token[r]].T @ d_gate_up_out[r] for r in rows])
+    d_rows = np.concatenate([d_gate_up_out[r] @ w.T for r, w in zip(rows, gate_up)])
     d_tokens = np.zeros_like(tokens)
     np.add.at(d_tokens, token, d_rows)
     return gate_up_out, down_out, d_gate_up, d_down, d_tokens
@@ -116,45 +101,46 @@ def median_ms(functions, *args):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--tokens", type=int, default=2048, metavar="N")
+    parser.add_argument("--tokens", type=int, default=4096, metavar="N")
     num_tokens = parser.parse_args().tokens
     if not 1 <= num_tokens <= MAX_TOKENS:
         parser.error(f"--tokens must be between 1 and {MAX_TOKENS}, got {num_tokens}")
-    # On GPUs the default would round float32 operands to fewer bits.
-    jax.config.update("jax_default_matmul_precision", "highest")
+    jax.config.update("jax_default_matmul_precision", "highest")  # also on a GPU
 
     keys = jax.random.split(jax.random.key(0), 4)
     embedding = jax.random.normal(keys[0], (256, HIDDEN))
     router = jax.random.normal(keys[1], (HIDDEN, NUM_EXPERTS)) / HIDDEN**0.5
     gate_up = jax.random.normal(keys[2], (NUM_EXPERTS, HIDDEN, 2 * INTERMEDIATE)) / HIDDEN**0.5
     down = jax.random.normal(keys[3], (NUM_EXPERTS, INTERMEDIATE, HIDDEN)) / INTERMEDIATE**0.5
-    tokens, target = embed(read_stdlib(num_tokens + CONTEXT), num_tokens, embedding)
+    tokens, target = embed(read_stdlib(num_tokens + CONTEXT), embedding)
     routing = route(tokens, router)
     args = (gate_up, down, tokens, routing, target)
-
-    matmuls = (pearl_jax.grouped_matmul, jax.lax.ragged_dot)
     gradient = jax.value_and_grad(loss, argnums=(1, 2, 3), has_aux=True)
-    forward = [jax.jit(functools.partial(loss, matmul)) for matmul in matmuls]
-    forward_backward = [jax.jit(functools.partial(gradient, matmul)) for matmul in matmuls]
+    forward, forward_backward = (
+        [jax.jit(functools.partial(f, m)) for m in (pearl_jax.grouped_matmul, jax.lax.ragged_dot)]
+        for f in (loss, gradient)
+    )
 
     (_, products), gradients = forward_backward[0](*args)
     got = [np.asarray(x) for x in (*products, *gradients)]
-    want = numpy_moe(*(np.asarray(x, np.float64) for x in args[:3]), routing, np.float64(target))
-    rows, token = rows_of_experts(routing[0]), np.asarray(routing[1])
+    group_sizes, token, weight = (np.asarray(x) for x in routing)
+    rows = np.split(np.arange(len(token)), np.cumsum(group_sizes)[:-1])
+    exact = (np.asarray(x, np.float64) for x in args[:3])
+    want = numpy_moe(*exact, rows, token, weight, np.asarray(target))
     print(f"{num_tokens} tokens, {TOP_K} of {NUM_EXPERTS} experts each; relative errors:\n")
-    line = "{:>6}{:>7}" + 5 * "{:>11}"
-    print(line.format("expert", "rows", "gate_up", "down", "d gate_up", "d down", "d tokens"))
-    worst = np.zeros(5)
+    print("expert   rows    gate_up       down  d gate_up     d down   d tokens")
+    line, worst = "{:>6}{:>7}" + 5 * "{:>11.1e}", np.zeros(5)
     for e, r in enumerate(rows):
         parts = (r, r, e, e, token[r])  # of the products, of the weights, of the tokens
         errors = [relative_error(g[part], w[part]) for g, w, part in zip(got, want, parts)]
-        print(line.format(e, len(r), *(f"{x:.1e}" for x in errors)))
+        print(line.format(e, len(r), *errors))
         worst = np.maximum(worst, errors)
-    print(line.format("worst", len(token), *(f"{x:.1e}" for x in worst)))
+    print(line.format("worst", len(token), *worst))
     if not worst.max() <= LARGEST_ERROR:
         sys.exit(f"quickstart: a relative error is {worst.max():.1e}, above {LARGEST_ERROR:.0e}")
 
-    print(f"\n{jax.default_backend()}: XLA reference\n\nmedian ms         pearl_jax  ragged_dot   ratio")
+    print(f"\n{jax.default_backend()}: XLA reference")
+    print("\nmedian ms         pearl_jax  ragged_dot   ratio")
     for name, functions in (("forward", forward), ("forward+backward", forward_backward)):
         jax.block_until_ready([function(*args) for function in functions])  # compiles
         ours, theirs = median_ms(functions, *args)
