@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import checkify
 
 from pearl_jax import primitives, tiling
@@ -52,7 +51,8 @@ def grouped_matmul(
     in the output, whatever lhs holds there. Differentiable to any order in lhs and rhs;
     works under jit, grad, vmap over any operand, scan, remat, shard_map and sharded jit.
     Products are accumulated in float32 (float64 for float64, int32 for integers) and
-    the result is the same bits in every run.
+    the result is the same bits in every run. Policies of ``jax.checkpoint`` know the
+    result by the name "grouped_matmul".
 
     Args:
       lhs: (m, k) rows sorted by group: bfloat16, float16, float32, float64,
@@ -96,7 +96,7 @@ def grouped_matmul(
     _require_equal(op, "the k of lhs", lhs.shape[1], f"axis {axis} of rhs", rhs.shape[axis], shapes)
     group_sizes, group_offset = _groups(op, lhs, group_sizes, group_offset, shapes)
     _require_groups(op, "rhs", rhs.shape[0], group_sizes, group_offset, shapes)
-    out = primitives.bind(
+    return primitives.bind(
         primitives.grouped_matmul_p,
         lhs,
         rhs,
@@ -107,7 +107,6 @@ def grouped_matmul(
             op, lhs, rhs, precision, preferred_element_type, implementation, tile, rhs.shape[0]
         ),
     )
-    return checkpoint_name(out, op)
 
 
 def grouped_outer(
@@ -126,7 +125,8 @@ def grouped_outer(
 
     The rows of both operands are cut into groups as in :func:`grouped_matmul`, whose
     gradient with respect to its weights this is. Rows of no group contribute nothing,
-    whatever they hold; an empty group gives exactly 0.
+    whatever they hold; an empty group gives exactly 0. Policies of ``jax.checkpoint``
+    know the result by the name "grouped_outer".
 
     Args:
       lhs: (m, k) rows sorted by group, dtypes as in :func:`grouped_matmul`.
@@ -172,7 +172,7 @@ def grouped_outer(
     ):
         raise ValueError(f"{op}: num_groups must be an int of at least 0, got {num_groups!r}")
     _require_groups(op, "the result", num_groups, group_sizes, group_offset, shapes)
-    out = primitives.bind(
+    return primitives.bind(
         primitives.grouped_outer_p,
         lhs,
         rhs,
@@ -184,7 +184,6 @@ def grouped_outer(
             op, lhs, rhs, precision, preferred_element_type, implementation, tile, num_groups
         ),
     )
-    return checkpoint_name(out, op)
 
 
 def _arrays(op, lhs, rhs, ranks):

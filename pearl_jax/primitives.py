@@ -29,6 +29,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -97,7 +98,9 @@ def _out_aval(operands, shape, dtype):
 def _jvp(primitive, primals, tangents, **params):
     lhs, rhs, *groups = primals
     lhs_dot, rhs_dot, *_ = tangents
-    out = bind(primitive, *primals, **params)
+    # The name is for the policies of jax.checkpoint, which decide about what is computed
+    # here. Anywhere else it would only be in the way: a name has no transpose.
+    out = checkpoint_name(bind(primitive, *primals, **params), primitive.name)
     out_dot = ad.Zero(jax.typeof(out).to_tangent_aval())
     if type(lhs_dot) is not ad.Zero:
         out_dot = bind(primitive, lhs_dot, rhs, *groups, **params)
