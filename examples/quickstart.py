@@ -68,7 +68,7 @@ def numpy_moe(gate_up, down, tokens, rows, token, weight, target):
     sigmoid = 1 / (1 + np.exp(-gate))
     hidden = gate * sigmoid * up
     down_out = np.concatenate([hidden[r] @ w for r, w in zip(rows, down)])
-    out = np.zeros_like(tokens)
+    out, d_tokens = np.zeros_like(tokens), np.zeros_like(tokens)
     np.add.at(out, token, weight[:, None] * down_out)
     d_down_out = weight[:, None] * ((out - target) / len(target))[token]
     d_down = np.stack([hidden[r].T @ d_down_out[r] for r in rows])
@@ -77,15 +77,14 @@ def numpy_moe(gate_up, down, tokens, rows, token, weight, target):
     d_gate_up_out = np.concatenate([d_gate, d_hidden * gate * sigmoid], axis=-1)
     d_gate_up = np.stack([tokens[token[r]].T @ d_gate_up_out[r] for r in rows])
     d_rows = np.concatenate([d_gate_up_out[r] @ w.T for r, w in zip(rows, gate_up)])
-    d_tokens = np.zeros_like(tokens)
     np.add.at(d_tokens, token, d_rows)
     return gate_up_out, down_out, d_gate_up, d_down, d_tokens
 
 
 def relative_error(got, want):
     """Norm of the difference over the norm of want; where want is 0, got must be exactly 0."""
-    difference, norm = np.linalg.norm(got - want), np.linalg.norm(want)
-    return difference / norm if norm else np.inf * difference if difference else 0.0
+    difference = np.linalg.norm(got - want)
+    return difference / max(np.linalg.norm(want), 1e-300) if difference else 0.0
 
 
 def median_ms(functions, *args):
@@ -122,11 +121,10 @@ def main():
     )
 
     (_, products), gradients = forward_backward[0](*args)
-    got = [np.asarray(x) for x in (*products, *gradients)]
+    got = [np.float64(x) for x in (*products, *gradients)]
     group_sizes, token, weight = (np.asarray(x) for x in routing)
     rows = np.split(np.arange(len(token)), np.cumsum(group_sizes)[:-1])
-    exact = (np.asarray(x, np.float64) for x in args[:3])
-    want = numpy_moe(*exact, rows, token, weight, np.asarray(target))
+    want = numpy_moe(*(np.float64(x) for x in args[:3]), rows, token, weight, np.asarray(target))
     print(f"{num_tokens} tokens, {TOP_K} of {NUM_EXPERTS} experts each; relative errors:\n")
     print("expert   rows    gate_up       down  d gate_up     d down   d tokens")
     line, worst = "{:>6}{:>7}" + 5 * "{:>11.1e}", np.zeros(5)
@@ -140,7 +138,7 @@ def main():
         sys.exit(f"quickstart: a relative error is {worst.max():.1e}, above {LARGEST_ERROR:.0e}")
 
     print(f"\n{jax.default_backend()}: XLA reference")
-    print("\nmedian ms         pearl_jax  ragged_dot   ratio")
+    print("median ms         pearl_jax  ragged_dot   ratio")
     for name, functions in (("forward", forward), ("forward+backward", forward_backward)):
         jax.block_until_ready([function(*args) for function in functions])  # compiles
         ours, theirs = median_ms(functions, *args)

@@ -187,7 +187,7 @@ def _lower_locally(implementation):
     def lower(ctx, *operands, **params):
         avals = [jax.core.ShapedArray(x.shape, x.dtype) for x in ctx.avals_in]
         fun = functools.partial(implementation, **params)
-        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        with sharding.no_mesh():
             return mlir.lower_fun(fun, multiple_results=False)(
                 ctx.replace(avals_in=avals), *operands
             )

@@ -107,7 +107,9 @@ def grouped_matmul(
                 row, out = carry
                 first, owned = _tile_rows(row, end, rows, rows_held)
                 x = _slice(lhs, b, (first, 0), (rows, k)).astype(dtype)
-                y = multiply(x, b, i).astype(out_dtype)
+                # No row is negative. But what depends on the row stays in this loop: the
+                # compiler would read the weights ahead of it, of empty groups too.
+                y = multiply(x, b, i + (row < 0)).astype(out_dtype)
                 old = _slice(out, b, (first, 0), (rows, n))
                 return row + rows, _update(out, jnp.where(owned, y, old), b, (first, 0))
 

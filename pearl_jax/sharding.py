@@ -72,6 +72,11 @@ class _Factors:
         return cls(operands, out, frozenset(summed))
 
 
+def no_mesh():
+    """The context of code for one device, which must not be sharded once more."""
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+
+
 def replicated(mesh, ndim):
     return NamedSharding(mesh, P(*[None] * ndim))
 
@@ -177,21 +182,22 @@ def explicit_axes(operands):
 def bind_explicit(bind, primitive, operands, params):
     """Binds inside a shard_map over the Explicit axes; bind is used for the local part."""
     avals = [jax.typeof(x) for x in operands]
-    mesh = next(a.sharding.mesh for a in avals if not a.sharding.mesh.empty)
+    # The mesh of the context, not the operands': vmap takes a sharded batch's axis out of it.
+    mesh = jax.sharding.get_abstract_mesh()
     axes = [_axes(a.sharding.spec, a.ndim) for a in avals]
     plan = _Plan(primitive, params, dict(mesh.shape), avals, axes)
 
+    axis_names = explicit_axes(operands)
     operands = [
         jax.sharding.reshard(x, NamedSharding(mesh, spec))
         for x, spec in zip(operands, plan.operand_specs)
     ]
-    explicit = {a for a, t in zip(mesh.axis_names, mesh.axis_types) if t == AxisType.Explicit}
     return jax.shard_map(
         functools.partial(plan.local, bind),
         mesh=mesh,
         in_specs=plan.operand_specs,
         out_specs=plan.out_spec,
-        axis_names=explicit,
+        axis_names=axis_names,
     )(*operands)
 
 
@@ -250,7 +256,11 @@ def _custom_partitioned(primitive, params, avals):
             # the table of another module and may follow them in a circle for ever.
             jax.config.update("jax_traceback_in_locations_limit", 0)
         p = plan(mesh, operands, out)
-        local = functools.partial(p.local, lambda prim, *xs, **ps: prim.bind(*xs, **ps))
+
+        def local(*operands):
+            with no_mesh():
+                return p.local(lambda prim, *xs, **ps: prim.bind(*xs, **ps), *operands)
+
         operand_shardings = tuple(NamedSharding(mesh, spec) for spec in p.operand_specs)
         return mesh, local, NamedSharding(mesh, p.out_spec), operand_shardings
 

@@ -1,4 +1,5 @@
-"""Every bad call fails while tracing, and says which operator, argument, rule and values."""
+"""The arguments: every bad call fails while tracing, and says which operator, argument, rule
+and values; every good option takes effect."""
 
 import ast
 import contextlib
@@ -10,7 +11,9 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
+from jax import lax
 from jax.experimental import checkify
 from jax.sharding import PartitionSpec as P
 
@@ -57,7 +60,11 @@ def bad(name, function, args, error, message, **kwargs):
 
 
 # What holds for the operands of every function.
-for f, x, y, text in ((grouped_matmul, X, W, XW), (ragged_dot, X, W, XW), (grouped_outer, X, Y, XY)):
+for f, x, y, text in (
+    (grouped_matmul, X, W, XW),
+    (ragged_dot, X, W, XW),
+    (grouped_outer, X, Y, XY),
+):
     n = f.__name__
     rank = y.ndim
     bad(f"{n}-lhs-list", f, (X.tolist(), y, S), TypeError, "lhs must be an array, got list")
@@ -76,9 +83,11 @@ for f, x, y, text in ((grouped_matmul, X, W, XW), (ragged_dot, X, W, XW), (group
     )  # fmt: skip
     bad(
         f"{n}-rhs-dtype", f, (x, y.astype(np.complex64), S), TypeError,
-        f"dtype of rhs must be one of {DTYPES}, got complex64 {text.replace('rhs f32', 'rhs complex64')}",
+        f"dtype of rhs must be one of {DTYPES}, got complex64 (lhs f32[6,4], rhs complex64[",
     )  # fmt: skip
-    bad(f"{n}-sizes-list", f, (x, y, [2, 3, 1]), TypeError, "group_sizes must be an array, got list")
+    bad(
+        f"{n}-sizes-list", f, (x, y, [2, 3, 1]), TypeError, "group_sizes must be an array, got list"
+    )
     bad(
         f"{n}-sizes-dtype", f, (x, y, S.astype(np.float32)), TypeError,
         "group_sizes must have an integer dtype, got f32[3]",
@@ -110,7 +119,11 @@ for f, x, y, text in ((grouped_matmul, X, W, XW), (ragged_dot, X, W, XW), (group
     )  # fmt: skip
     for p in ("exact", 3, ("high",), (None, "F32_F32_F32"), ("high", "high", "high")):
         bad(f"{n}-precision-{p}", f, (x, y, S), ValueError, f"{PRECISION}{p!r}", precision=p)
-    for dtype, name in ((jnp.bfloat16, "bfloat16"), (np.int32, "int32"), (np.complex64, "complex64")):
+    for dtype, name in (
+        (jnp.bfloat16, "bfloat16"),
+        (np.int32, "int32"),
+        (np.complex64, "complex64"),
+    ):
         bad(
             f"{n}-preferred-{name}", f, (x, y, S), TypeError,
             f"{WIDE}{name} for float32 and float32", preferred_element_type=dtype,
@@ -210,9 +223,7 @@ for name, args in {
     "ragged-batch": (X, W[:, 0], S, dims(((1,), (1,)), ((0,), (0,)), group=())),
     "groups-last": (X, W.transpose(1, 2, 0), S, dims(((1,), (0,)), group=(2,))),
 }.items():
-    bad(
-        f"general-{name}", ragged_dot_general, args, NotImplementedError, FORMS
-    )
+    bad(f"general-{name}", ragged_dot_general, args, NotImplementedError, FORMS)
 bad(
     "general-sizes-batch", ragged_dot_general, (X[None], W[None], S[None, None], BATCHED),
     ValueError, "group_sizes must be (g,) or (*batch, g) with 1 batch axes, got (1, 1, 3)",
@@ -259,7 +270,7 @@ def call(function, args, kwargs):
 
 
 @pytest.mark.parametrize("how", [call, trace], ids=["eager", "jit"])
-@pytest.mark.parametrize("function, args, kwargs, error, message", CASES)
+@pytest.mark.parametrize(("function", "args", "kwargs", "error", "message"), CASES)
 def test_bad_call(function, args, kwargs, error, message, how):
     with pytest.raises(error, match="^" + re.escape(message)) as caught:
         how(function, args, kwargs)
@@ -272,7 +283,9 @@ def test_cases_are_bad_in_one_thing():
     np.testing.assert_array_equal(grouped_matmul(X, W, S), want)
     np.testing.assert_array_equal(ragged_dot(X, W, S), want)
     np.testing.assert_array_equal(ragged_dot_general(X, W, S, ROWS), want)
-    np.testing.assert_array_equal(ragged_dot_general(X[None], W[None], S[None], BATCHED), want[None])
+    np.testing.assert_array_equal(
+        ragged_dot_general(X[None], W[None], S[None], BATCHED), want[None]
+    )
     sums = np.broadcast_to(S.astype(np.float32)[:, None, None], (3, 4, 5))
     np.testing.assert_array_equal(grouped_outer(X, Y, S), sums)
     np.testing.assert_array_equal(ragged_dot_general(X, Y, S, OUTER), sums)
@@ -383,3 +396,106 @@ def test_no_effects_without_the_mode(name):
     assert not jax.make_jaxpr(CHECKED[name])(S).effects
     with pearl_jax.check_group_sizes(True):
         assert jax.make_jaxpr(CHECKED[name])(S).effects  # so the line above can fail
+
+
+# Public reports about the arguments of other grouped matmuls.
+
+RNG = np.random.default_rng(0)
+RANDOM_X, RANDOM_W = (RNG.standard_normal(s, np.float32) for s in ((12, 32), (3, 32, 32)))
+RANDOM_S = np.array([3, 0, 8], np.int32)
+PRECISIONS = [None, "default", "tensorfloat32", "float32", (lax.Precision.HIGH, None)]
+PRECISIONS += [*lax.Precision, *lax.DotAlgorithmPreset]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS, ids=str)
+def test_precision_jax_32207(precision):
+    """jax#32207: DotAlgorithmPreset was rejected. Each value is honoured or a ValueError.
+
+    Honoured: the backend's own matmul gets that value, and is no more accurate than ours.
+    """
+    pair = (
+        (lax.Precision.HIGH, lax.Precision.DEFAULT) if isinstance(precision, tuple) else precision
+    )
+    want = oracle.grouped_matmul(RANDOM_X, RANDOM_W, RANDOM_S)
+
+    def dense(x, w):
+        return lax.dot_general(x, w[0], (((1,), (0,)), ((), ())), pair, jnp.float32)
+
+    def ours(x, w):
+        return grouped_matmul(x, w, RANDOM_S, precision)
+
+    try:
+        first = np.asarray(dense(RANDOM_X, RANDOM_W))[:3]
+    except ValueError:
+        with pytest.raises(ValueError, match=r"(?i)precision"):
+            ours(RANDOM_X, RANDOM_W)
+        return
+    bound = 2 * oracle.worst_group_error(first, want[:3], [3]) + 1e-7
+    assert oracle.worst_group_error(ours(RANDOM_X, RANDOM_W), want, RANDOM_S) < bound
+    # Every matmul of the lowered call carries what the dense one carries.
+    pattern = r"algorithm = <.*?>|precision = \[.*?\]"
+    lowered = (jax.jit(f).lower(RANDOM_X, RANDOM_W).as_text() for f in (dense, ours))
+    carried = [set(re.findall(pattern, text)) for text in lowered]
+    assert carried[0]
+    assert carried[1] == carried[0]
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "values"),
+    [
+        (grouped_matmul, "transpose_rhs", (False, True)),
+        (grouped_matmul, "precision", ("F32_F32_F32", "BF16_BF16_F32")),
+        (grouped_matmul, "preferred_element_type", (jnp.float32, jnp.float64)),
+        (grouped_matmul, "tile", (TileConfig(8), TileConfig(16))),
+        (grouped_outer, "num_groups", (2, 3)),
+        (grouped_outer, "preferred_element_type", (jnp.float32, jnp.float64)),
+        (grouped_outer, "tile", (TileConfig(8), TileConfig(16))),
+    ],
+)
+def test_static_parameters_are_distinct_jax_40847(function, name, values):
+    """jax#40847: a static value was missing from a cache key. Each of ours is in it.
+
+    maxtext PR#3330, PR#3779: users patched a private heuristic to set the tile. Here it is
+    an argument that takes effect, and leaves the result as it is.
+    """
+    outer = function is grouped_outer
+    rhs = RANDOM_X if outer else RANDOM_W
+    fixed = {"group_offset": 0} if name == "num_groups" else {}
+
+    def want(transpose_rhs=False, num_groups=3, **_):
+        if outer:
+            return oracle.grouped_outer(RANDOM_X, rhs, RANDOM_S, num_groups)
+        return oracle.grouped_matmul(RANDOM_X, rhs, RANDOM_S, transpose_rhs=transpose_rhs)
+
+    jaxprs, lowered = [], []
+    with jax.enable_x64(True):
+        for value in (*values, values[0]):  # the first again: nothing of the second is left
+            options = {name: value, **fixed}
+            run = jax.jit(lambda x, y, o=options: function(x, y, RANDOM_S, **o))
+            jaxprs.append(str(jax.make_jaxpr(run)(RANDOM_X, rhs)))
+            lowered.append(run.lower(RANDOM_X, rhs).as_text())
+            out = function(RANDOM_X, rhs, RANDOM_S, **options)
+            assert oracle.worst_group_error(out, want(**options), RANDOM_S) < 1e-6
+            assert out.dtype == options.get("preferred_element_type", jnp.float32)
+    assert jaxprs[0] == jaxprs[2] != jaxprs[1]
+    assert lowered[0] == lowered[2] != lowered[1]
+    if name == "tile":
+        assert all(f"TileConfig(m={rows})" in text for rows, text in zip((8, 16), jaxprs))
+    if name == "tile" and not outer:
+        assert [f"tensor<{rows}x32xf32>" in lowered[0] for rows in (8, 16)] == [True, False]
+
+
+def test_only_arrays_in_the_signature_cudnn_frontend_260():
+    """cudnn-frontend#260: raw pointers in the API. Ours takes arrays, and static options."""
+    static = {"precision", "preferred_element_type", "implementation", "tile"}
+    static |= {"transpose_rhs", "num_groups", "out_sharding"}
+    for function in (grouped_matmul, grouped_outer, ragged_dot):
+        parameters = inspect.signature(function).parameters
+        assert list(parameters)[:3] == ["lhs", "rhs", "group_sizes"]
+        assert set(parameters) - static == {"lhs", "rhs", "group_sizes", "group_offset"}
+        assert all(p.default is not p.empty for n, p in parameters.items() if n in static)
+    for name in ("ragged_dot", "ragged_dot_general"):
+        ours, theirs = (inspect.signature(getattr(a, name)) for a in (pearl_jax, lax))
+        assert list(ours.parameters)[: len(theirs.parameters)] == list(theirs.parameters)
+    with pytest.raises(TypeError, match="lhs must be an array, got int"):
+        grouped_matmul(0x7F0000000000, W, S)

@@ -1,15 +1,17 @@
 """Failures that users of other grouped matmuls have reported in public, as tests of ours.
 
 Each test names the reports it is about. Reports about GPUs, kernels and packages have
-their tests elsewhere; here is what a CPU can show.
+their tests elsewhere, and those about arguments are in test_errors; here is what a CPU can show.
 """
 
 import ast
 import doctest
+import functools
 import inspect
 import itertools
 import os
 import pathlib
+import platform
 import re
 import subprocess
 import sys
@@ -24,6 +26,8 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 import pearl_jax
 from pearl_jax import TileConfig, grouped_matmul, grouped_outer, ragged_dot
@@ -47,17 +51,12 @@ def sizes_of(*sizes):
 
 def problem(form, m, k, n, g, make=normal, **options):
     """The function of one form, its oracle, and two operands."""
+    shape = {"matmul": (g, k, n), "transposed": (g, n, k), "outer": (m, n)}[form]
+    run, want = grouped_matmul, oracle.grouped_matmul
     if form == "outer":
-        return grouped_outer, oracle.grouped_outer, make(1, m, k, **options), make(2, m, n, **options)
-    transposed = form == "transposed"
-    shape = (g, n, k) if transposed else (g, k, n)
-
-    def run(*args, **kwargs):
-        return grouped_matmul(*args, **kwargs, transpose_rhs=transposed)
-
-    def want(*args):
-        return oracle.grouped_matmul(*args, transpose_rhs=transposed)
-
+        run, want = grouped_outer, oracle.grouped_outer
+    elif form == "transposed":
+        run, want = (functools.partial(f, transpose_rhs=True) for f in (run, want))
     return run, want, make(1, m, k, **options), make(2, *shape, **options)
 
 
@@ -72,6 +71,7 @@ def grads(run, ct, sizes):
 
 
 def gradients(form, x, w, ct, sizes):
+    """What both gradients must be, in float64."""
     if form == "outer":
         dx = oracle.grouped_matmul(w, ct, sizes, transpose_rhs=True)
         return dx, oracle.grouped_matmul(x, ct, sizes)
@@ -91,45 +91,44 @@ def python(code, **env):
     return done.stdout
 
 
-BLOCK = """
-import importlib, pkgutil, sys
-class Block:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {blocked!r}:
-            raise ModuleNotFoundError(f"no module named {{name}}", name=name.partition(".")[0])
-sys.meta_path.insert(0, Block())
-import pearl_jax, jax.numpy as jnp
-"""
-
-
 def test_group_offset_jax_34168():
     """jax#34168: group_offset, eager, under jit and in the gradient. The parts sum to the whole."""
-    m, k, n, parts, g = 40, 6, 5, 4, 8
+    m, k, n, g = 40, 6, 5, 8
     x, w, ct = normal(1, m, k), normal(2, g, k, n), normal(3, m, n)
     sizes = sizes_of(3, 0, 7, 10, 0, 0, 9, 6)
 
-    def part(x, w, offset, ct):
-        out, vjp = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, group_offset=offset), x, w)
-        return out, *vjp(ct)
+    def part(x, w, offset):
+        return grouped_matmul(x, w, sizes, group_offset=offset)
 
+    parts = [(x, w[i : i + 2], jnp.int32(i)) for i in range(0, g, 2)]
+    backward = jax.jit(lambda x, w, i: jax.vjp(lambda x, w: part(x, w, i), x, w)[1](ct))
+    dx, dw = zip(*(backward(*p) for p in parts))
+    want = gradients("matmul", x, w, ct, sizes)
+    assert oracle.worst_group_error(sum(dx), want[0], sizes) < 1e-6
+    assert oracle.worst_group_error(jnp.concatenate(dw), want[1], sizes) < 1e-6
     for run in (part, jax.jit(part)):
-        found = [run(x, w[i : i + 2], jnp.int32(i), ct) for i in range(0, g, g // parts)]
-        out, dx, dw = zip(*found)
-        want = oracle.grouped_matmul(x, w, sizes)
-        assert oracle.worst_group_error(sum(out), want, sizes) < 1e-6
-        want = oracle.grouped_matmul(ct, w, sizes, transpose_rhs=True)
-        assert oracle.worst_group_error(sum(dx), want, sizes) < 1e-6
-        want = oracle.grouped_outer(x, ct, sizes)
-        assert oracle.worst_group_error(jnp.concatenate(dw), want, sizes) < 1e-6
-        # Rows of other parts' groups are exactly 0 in each part.
-        for i, y in enumerate(out):
-            ends = np.cumsum([0, *sizes])[[2 * i, 2 * i + 2]]
-            assert not np.any(np.delete(y, np.arange(*ends), axis=0))
+        for x, weights, i in parts:
+            want = oracle.grouped_matmul(x, weights, sizes, offset=int(i))
+            out = run(x, weights, i)
+            assert oracle.worst_group_error(out, want, sizes) < 1e-6  # others' rows: exactly 0
 
 
-def test_all_modules_import_jax_40888():
-    """jax#40888: files were missing. Every module imports, without CuTe DSL and Flax."""
-    code = BLOCK.format(blocked=("cutlass", "flax")) + textwrap.dedent("""
+def test_import_jax_40888_cutlass_3083():
+    """jax#40888: files were missing. cutlass#3083: importing crashed on a host without GPUs.
+
+    Every module imports without CuTe DSL and Flax, and the functions run.
+    """
+    code = """
+        import importlib, pkgutil, sys
+
+        class Block:
+            def find_spec(self, name, path=None, target=None):
+                if name.partition(".")[0] in ("cutlass", "flax"):
+                    raise ModuleNotFoundError(name, name=name.partition(".")[0])
+
+        sys.meta_path.insert(0, Block())
+        import jax.numpy as jnp, pearl_jax
+
         for module in pkgutil.walk_packages(pearl_jax.__path__, "pearl_jax."):
             if module.name.startswith("pearl_jax.kernels"):
                 continue  # the sources of the kernels: only the build imports them
@@ -137,19 +136,12 @@ def test_all_modules_import_jax_40888():
                 importlib.import_module(module.name)
             except ModuleNotFoundError as e:
                 assert (module.name, e.name) == ("pearl_jax.nn", "flax"), (module.name, e)
-        print(*sorted(m for m in sys.modules if m.startswith("pearl_jax.")))
-        assert not {"cutlass", "flax"} & set(sys.modules)
-    """)
-    assert {"pearl_jax.ragged_dot", "pearl_jax.tiling"} <= set(python(code).split())
-
-
-def test_import_on_cpu_only_host_cutlass_3083():
-    """cutlass#3083: importing beside jax crashed on a host without GPUs."""
-    code = BLOCK.format(blocked=("cutlass",)) + textwrap.dedent("""
         y = pearl_jax.grouped_matmul(jnp.ones((3, 2)), jnp.ones((2, 2, 1)), jnp.array([1, 2]))
-        print(y.sum())
-    """)
-    assert python(code, CUDA_VISIBLE_DEVICES="").strip() == "6.0"
+        print(y.sum(), *(m for m in sys.modules if m.startswith("pearl_jax.")))
+    """
+    total, *modules = python(code, CUDA_VISIBLE_DEVICES="").split()
+    assert total == "6.0"
+    assert {"pearl_jax.ragged_dot", "pearl_jax.tiling"} <= set(modules)
 
 
 @pytest.mark.parametrize("shardy", [True, False])
@@ -157,13 +149,7 @@ def test_both_partitioners_jax_33403(shardy):
     """jax#33403: RaggedDot did not compile under Shardy. Both partitioners give the result."""
     code = f"""
         import jax, jax.numpy as jnp, numpy as np, pearl_jax
-        try:
-            jax.config.update("jax_use_shardy_partitioner", {shardy})
-            refused = None
-        except ValueError as e:
-            refused = str(e)
-        if refused:
-            assert "hardy" in refused and not {shardy}, refused
+        jax.config.update("jax_use_shardy_partitioner", {shardy})
         mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
         rng = np.random.default_rng(0)
         x = rng.standard_normal((64, 16), np.float32)
@@ -194,13 +180,15 @@ def test_no_all_gather_jax_38551(form, factor, kind):
     mesh = jax.make_mesh((4,), ("a",), axis_types=(kind,), devices=jax.devices()[:4])
     run, want, x, w = problem(form, 64, 24, 16, 4)
     sizes = sizes_of(10, 0, 33, 17)
-    spec_x = P("a") if factor == "m" else P()
-    spec_w = {"m": P("a") if form == "outer" else P(), "n": P(*[None] * (w.ndim - 1), "a")}[factor]
-    out_spec = {"m": P("a"), "n": P(None, "a")}[factor]
-    if form == "outer":
-        out_spec = {"m": P(), "n": P(None, None, "a")}[factor]
+    specs = {
+        ("matmul", "m"): (P("a"), P(), P("a")),
+        ("matmul", "n"): (P(), P(None, None, "a"), P(None, "a")),
+        ("outer", "m"): (P("a"), P("a"), P()),
+        ("outer", "n"): (P(), P(None, "a"), P(None, None, "a")),
+    }
+    *in_specs, out_spec = specs[form, factor]
     with jax.set_mesh(mesh):
-        args = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in ((x, spec_x), (w, spec_w))]
+        args = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip((x, w), in_specs)]
         f = jax.jit(lambda x, w: run(x, w, sizes))
         hlo = f.lower(*args).compile().as_text()
         out = f(*args)
@@ -208,40 +196,6 @@ def test_no_all_gather_jax_38551(form, factor, kind):
     assert ("all-reduce" in hlo) == (form == "outer" and factor == "m")
     assert out.sharding.is_equivalent_to(NamedSharding(mesh, out_spec), out.ndim)
     assert oracle.worst_group_error(out, want(x, w, sizes), sizes) < 1e-6
-
-
-PRECISIONS = [None, "default", "tensorfloat32", "float32", (lax.Precision.HIGH, None)]
-PRECISIONS += [*lax.Precision, *lax.DotAlgorithmPreset]
-
-
-@pytest.mark.parametrize("precision", PRECISIONS, ids=str)
-def test_precision_jax_32207(precision):
-    """jax#32207: DotAlgorithmPreset was rejected. Each value is honoured or a ValueError.
-
-    Honoured: the backend's own matmul gets that value, and is no more accurate than ours.
-    """
-    sizes = sizes_of(3, 0, 9)
-    run, want, x, w = problem("matmul", 12, 32, 8, 3)
-    pair = (lax.Precision.HIGH, lax.Precision.DEFAULT) if isinstance(precision, tuple) else precision
-
-    def dense(x, w):
-        return lax.dot_general(x, w[0], (((1,), (0,)), ((), ())), pair, jnp.float32)
-
-    try:
-        error = oracle.worst_group_error(dense(x, w), want(x, w[:1], sizes_of(12)), sizes_of(12))
-    except ValueError:
-        with pytest.raises(ValueError, match="(?i)precision"):
-            run(x, w, sizes, precision)
-        return
-    out = run(x, w, sizes, precision)
-    assert oracle.worst_group_error(out, want(x, w, sizes), sizes) < 2 * error + 1e-7
-    # Every matmul of the lowered call carries what the dense one carries.
-    pattern = r"algorithm = <.*?>|precision = \[.*?\]"
-    carried = [
-        set(re.findall(pattern, jax.jit(f).lower(x, w).as_text()))
-        for f in (dense, lambda x, w: run(x, w, sizes, precision))
-    ]
-    assert carried[0] == carried[1] and carried[0]
 
 
 @pytest.mark.parametrize("name", ["grouped_matmul", "grouped_outer"])
@@ -268,7 +222,8 @@ def test_remat_policies_jax_30717(name, capsys):
         jaxpr = str(jax.make_jaxpr(jax.grad(f, (0, 1)))(x, w))
         found[policy] = len(saved), len(re.findall(rf"= {name}\[", jaxpr))
     kept, again = found[named], found[policies.nothing_saveable]
-    assert kept[0] == 1 and again[0] == 0 and found[both] == kept
+    assert (kept[0], again[0]) == (1, 0)
+    assert found[both] == kept
     assert again[1] == kept[1] + 1  # the call that is computed again
 
 
@@ -303,42 +258,11 @@ def test_shard_map_check_vma_jax_36180(form):
     np.testing.assert_allclose(dw, want_dw, rtol=1e-5, atol=1e-5)
 
 
-def test_static_parameters_are_distinct_jax_40847():
-    """jax#40847: a static value was missing from a cache key. Each of ours is in it."""
-    x, w, sizes = normal(1, 16, 6), normal(2, 3, 6, 6), sizes_of(5, 4, 7)
-
-    def checks(f, want, pair):
-        a, b = pair
-        texts = [str(jax.make_jaxpr(lambda f=f, o=o: f(**o))()) for o in pair]
-        assert texts[0] != texts[1], pair
-        for options in (a, b, a):  # a again: it must not get what b left behind
-            got = f(**options)
-            assert oracle.worst_group_error(got, want(**options), sizes) < 1e-6, options
-            assert got.dtype == options.get("preferred_element_type", jnp.float32)
-
-    def rows(transpose_rhs=False, **_):
-        return oracle.grouped_matmul(x, w, sizes, transpose_rhs=transpose_rhs)
-
-    def outer(num_groups, group_offset):
-        return oracle.grouped_outer(x, x, sizes, num_groups, group_offset)
-
-    f = lambda **o: grouped_matmul(x, w, sizes, **o)  # noqa: E731
-    checks(f, rows, ({"transpose_rhs": False}, {"transpose_rhs": True}))
-    checks(f, rows, ({"precision": "F32_F32_F32"}, {"precision": "BF16_BF16_F32"}))
-    checks(f, rows, ({"tile": TileConfig(8)}, {"tile": TileConfig(16)}))
-    with jax.enable_x64(True):
-        wide = {"preferred_element_type": jnp.float64}
-        checks(f, rows, ({"preferred_element_type": jnp.float32}, wide))
-    f = lambda **o: grouped_outer(x, x, sizes, **o)  # noqa: E731
-    checks(f, outer, [{"group_offset": 0, "num_groups": i} for i in (2, 3)])
-
-
-@pytest.mark.parametrize("form", ["matmul", "outer"])
-def test_vmap_of_every_subset(form):
+def test_vmap_of_every_subset():
     """jax's ragged_dot has no vmap for most operands. Any subset here, against a loop."""
-    run, want, x, w = problem(form, 3 * 12, 4, 5, 3 * 2)
-    w = w.reshape(3, *((12, 5) if form == "outer" else (2, 4, 5)))
-    operands = x.reshape(3, 12, 4), w, jnp.array([[4, 6], [0, 12], [9, 0]], jnp.int32)
+    run, want, x, w = problem("matmul", 3 * 12, 4, 5, 3 * 2)
+    sizes = jnp.array([[4, 6], [0, 12], [9, 0]], jnp.int32)
+    operands = x.reshape(3, 12, 4), w.reshape(3, 2, 4, 5), sizes
     for mapped in itertools.product((0, None), repeat=3):
         if mapped == (None,) * 3:
             continue
@@ -349,15 +273,17 @@ def test_vmap_of_every_subset(form):
             assert oracle.worst_group_error(got[i], want(*one), one[2]) < 1e-6, mapped
 
 
-def test_poisoned_tail_xla_40189():
-    """xla PR#40189, PR#42313: rows past the last group. Ours are exactly 0, and NaN stays out."""
-    x, w, sizes = normal(1, 32, 6), normal(2, 3, 6, 5), sizes_of(7, 0, 12)
-    for poison in (np.nan, np.inf):
-        bad = x.at[19:].set(poison)
-        out, dx, dw = grads(grouped_matmul, jnp.ones((32, 5)).at[19:].set(poison), sizes)(bad, w)
-        assert not np.any(out[19:]) and not np.any(dx[19:])
-        assert np.isfinite(out).all() and np.isfinite(dx).all() and np.isfinite(dw).all()
-        assert oracle.worst_group_error(out, oracle.grouped_matmul(x, w, sizes), sizes) < 1e-6
+def test_poisoned_tail_xla_40189_te_2912():
+    """xla PR#40189, PR#42313: rows past the last group. Ours are exactly 0, and NaN stays out.
+
+    TE PR#2912: a check of sum == m fires on padded buffers. Here half of the rows are slack.
+    """
+    x, w, ct, sizes = normal(1, 32, 6), normal(2, 3, 6, 5), normal(3, 32, 5), sizes_of(7, 0, 9)
+    want = oracle.grouped_matmul(x, w, sizes), *gradients("matmul", x, w, ct, sizes)
+    for poison in (1, np.nan, np.inf):
+        found = grads(grouped_matmul, ct.at[16:].set(poison), sizes)(x.at[16:].set(poison), w)
+        for got, exact in zip(found, want):
+            assert oracle.worst_group_error(got, exact, sizes) < 1e-6
 
 
 def test_empty_groups_tokamax_887():
@@ -408,17 +334,17 @@ def test_every_forward_has_a_gradient_tokamax_sm100(form):
             x, w = x.astype(pair[0]), w.astype(pair[1])
             floats = tuple(i for i in (0, 1) if pair[i] != "int8")
             if not floats:
-                assert run(x, w, sizes).dtype == jnp.int8
-                continue
+                continue  # integers have no gradient
 
-            def loss(x, w, ct):
+            def loss(x, w, ct, run=run):
                 out = run(x, w, sizes)
                 return (out * ct.astype(out.dtype)).astype(jnp.float32).sum(), out
 
             backward = jax.grad(loss, floats, has_aux=True)
             exact = want(x, w, sizes)
             ct = ternary(3, *exact.shape)
-            if pair[0] != pair[1] and pair not in MIXED[form]:
+            same = form == "matmul" and pair[0] == pair[1]
+            if not same and pair not in MIXED[form]:
                 found = jax.eval_shape(backward, x, w, ct)[0]
                 assert [d.dtype for d in found] == [(x, w)[i].dtype for i in floats], pair
                 continue
@@ -436,38 +362,26 @@ WIDTHS = (1, 7, 72, 96, 100, 136)
 @pytest.mark.parametrize("i", range(6))
 @pytest.mark.parametrize("form", FORMS)
 def test_widths_off_the_tile_maxtext_1183(form, i):
-    """maxtext#1183: wrong where k or n is no multiple of a tile. Each pair, in one of the forms."""
+    """maxtext#1183: wrong where k or n is no multiple of a tile. Each pair, in one of the forms.
+
+    pytorch#172440, torchtitan#1651: rows had to be a multiple of 16 bytes, on CPU too.
+    """
     sizes = sizes_of(9, 1, 0, 21)
-    for shift in (0, 3):
+    for shift, dtype in ((0, "float32"), (3, "bfloat16")):
         k, n = WIDTHS[i], WIDTHS[(i + FORMS.index(form) + shift) % 6]
-        run, want, x, w = problem(form, 33, k, n, 4)
-        assert oracle.worst_group_error(run(x, w, sizes), want(x, w, sizes), sizes) < 2e-6, (k, n)
+        run, want, x, w = problem(form, 33, k, n, 4, dtype=dtype)
+        error = oracle.worst_group_error(run(x, w, sizes), want(x, w, sizes), sizes)
+        assert error < oracle.TOLERANCE[dtype], (k, n)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_same_as_jax_maxtext_2319(dtype):
     """maxtext PR#2319, TE#2472: a drop-in for the portable operation, jax.lax.ragged_dot."""
-    x, w, sizes = normal(1, 40, 12, dtype=dtype), normal(2, 4, 12, 9, dtype=dtype), sizes_of(9, 0, 30, 1)
+    x, w = normal(1, 40, 12, dtype=dtype), normal(2, 4, 12, 9, dtype=dtype)
+    sizes = sizes_of(9, 0, 30, 1)
     got, want = ragged_dot(x, w, sizes), lax.ragged_dot(x, w, sizes)
     assert got.dtype == want.dtype
     assert oracle.worst_group_error(got, want, sizes) < oracle.TOLERANCE[dtype]
-
-
-@pytest.mark.parametrize("form", ["matmul", "outer"])
-def test_tile_by_hand_maxtext_3330(form):
-    """maxtext PR#3330, PR#3779: users patched a private heuristic to set the tile."""
-    run, want, x, w = problem(form, 64, 8, 8, 3)
-    sizes = sizes_of(20, 1, 40)
-    texts, outs = [], []
-    for rows in (8, 32):
-        f = jax.jit(lambda x, w, tile=TileConfig(rows): run(x, w, sizes, tile=tile))
-        assert f"TileConfig(m={rows})" in str(jax.make_jaxpr(f)(x, w))
-        texts.append(f.lower(x, w).as_text())
-        outs.append(f(x, w))
-        assert f"tensor<{rows}x8xf32>" in texts[-1]
-    assert "tensor<32x8xf32>" not in texts[0]
-    for out in outs:
-        assert oracle.worst_group_error(out, want(x, w, sizes), sizes) < 1e-6
 
 
 def test_empty_local_range_skyrl_862():
@@ -475,15 +389,15 @@ def test_empty_local_range_skyrl_862():
     x, ct, sizes = normal(1, 16, 4), normal(3, 16, 5), sizes_of(9, 0, 0, 5)
     for offset, g in ((1, 2), (2, 1), (4, 0), (0, 0)):
         w = normal(2, g, 4, 5)
-        out, vjp = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, group_offset=offset), x, w)
-        dx, dw = vjp(ct)
-        assert out.shape == (16, 5) and dx.shape == x.shape and dw.shape == w.shape
+        run = functools.partial(grouped_matmul, group_offset=jnp.int32(offset))
+        out, dx, dw = grads(run, ct, sizes)(x, w)
+        assert (out.shape, dx.shape, dw.shape) == (ct.shape, x.shape, w.shape)
         assert not any(np.any(a) for a in (out, dx, dw))
 
 
 @pytest.mark.parametrize("n", [128, 160, 192, 208, 320])
 def test_n_between_tiles_marin_7484(n):
-    """marin#7484, #8610, PR#95: wrong columns or neighbours for n such as 160 or 192."""
+    """marin#7484, #8610, Primus-Turbo PR#95: wrong columns or neighbours for n such as 160 or 192."""
     run, want, x, w = problem("matmul", 512, 8, n, 2)
     f = jax.jit(run)
     for sizes in ((256, 256), (257, 255)):
@@ -498,7 +412,7 @@ def test_scratch_is_bounded_marin_5394(form):
     beyond = {}
     for g in (4, 64):
         run, _, x, w = problem(form, m, k, n, g)
-        f = jax.jit(lambda x, w, s: run(x, w, s, tile=tile))
+        f = jax.jit(functools.partial(run, tile=tile))
         memory = f.lower(x, w, jnp.zeros(g, jnp.int32)).compile().memory_analysis()
         beyond[g] = memory.temp_size_in_bytes - memory.output_size_in_bytes
     tiles = 8 * tile.m * (k + n) * 4
@@ -508,9 +422,7 @@ def test_scratch_is_bounded_marin_5394(form):
 
 def test_no_effects_marin_6979():
     """marin#6979, #6396, #6470: effects kept calls from remat and from dead code removal."""
-    L, m, k, g = 3, 12, 6, 2
-    sizes = sizes_of(5, 7)
-    x, w = normal(1, m, k), normal(2, L, g, k, k)
+    x, w, sizes = normal(1, 12, 6), normal(2, 3, 2, 6, 6), sizes_of(5, 7)
 
     def layer(x, w):
         return jnp.tanh(grouped_matmul(x, w, sizes)), None
@@ -520,8 +432,8 @@ def test_no_effects_marin_6979():
 
     def unrolled(w):
         h = x
-        for i in range(L):
-            h = jnp.tanh(grouped_matmul(h, w[i], sizes))
+        for weights in w:
+            h = jnp.tanh(grouped_matmul(h, weights, sizes))
         return h.sum()
 
     assert not jax.make_jaxpr(jax.grad(scanned))(w).effects
@@ -535,7 +447,8 @@ def test_no_effects_marin_6979():
 
         return jax.jit(f).lower(x, x).as_text()
 
-    assert "while" in lowered(keep=True) and "while" not in lowered(keep=False)
+    assert "while" in lowered(keep=True)
+    assert "while" not in lowered(keep=False)
 
 
 def test_jax_versions_marin_5347():
@@ -544,13 +457,10 @@ def test_jax_versions_marin_5347():
     project = ROOT / "pyproject.toml"
     if project.exists():
         declared = tomllib.loads(project.read_text())["project"]
-        (needs,) = (d for d in declared["dependencies"] if re.match(r"jax\b(?![-_])", d))
-        low = re.search(r">=\s*([\d.]+)", needs)[1]
-        high = re.search(r"<\s*([\d.]+)", needs)
-        assert jax.__version_info__ >= tuple(map(int, low.split("."))), needs
-        assert high is None or jax.__version_info__ < tuple(map(int, high[1].split("."))), needs
-        python = re.search(r">=\s*([\d.]+)", declared["requires-python"])[1]
-        assert sys.version_info >= tuple(map(int, python.split(".")))
+        needs = {r.name: r.specifier for r in map(Requirement, declared["dependencies"])}
+        assert needs["jax"].contains(jax.__version__, prereleases=True)
+        assert not needs["jax"].contains("0.9.0")
+        assert SpecifierSet(declared["requires-python"]).contains(platform.python_version())
 
 
 @pytest.mark.parametrize("form", ["matmul", "outer"])
@@ -568,15 +478,6 @@ def test_sizes_stay_on_the_device_te_2469(form):
     assert re.search(host, asked.lower(sizes).compile().as_text())
 
 
-def test_slack_rows_te_2912():
-    """TE PR#2912: a check of sum == m fires on padded buffers. Half of the rows are slack."""
-    x, w, ct, sizes = normal(1, 64, 6), normal(2, 3, 6, 5), normal(3, 64, 5), sizes_of(20, 5, 7)
-    found = grads(grouped_matmul, ct, sizes)(x, w)
-    want = oracle.grouped_matmul(x, w, sizes), *gradients("matmul", x, w, ct, sizes)
-    for got, exact in zip(found, want):
-        assert oracle.worst_group_error(got, exact, sizes) < 1e-6
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
 def test_every_group_counts_flashinfer_3792(dtype):
     """flashinfer#3792: only the first group was computed. Weights i + 1 show which one it was."""
@@ -586,22 +487,6 @@ def test_every_group_counts_flashinfer_3792(dtype):
     out = grouped_matmul(jnp.ones((16, k), dtype), w, sizes, preferred_element_type=jnp.float32)
     rows = np.append(np.repeat(np.arange(1, g + 1), sizes), 0)
     np.testing.assert_array_equal(out, np.broadcast_to(k * rows[:, None], (16, 5)))
-
-
-def test_only_arrays_in_the_signature_cudnn_frontend_260():
-    """cudnn-frontend#260: raw pointers in the API. Ours takes arrays, and static options."""
-    static = {"precision", "preferred_element_type", "implementation", "tile"}
-    static |= {"transpose_rhs", "num_groups", "out_sharding"}
-    for function in (grouped_matmul, grouped_outer, ragged_dot):
-        parameters = inspect.signature(function).parameters
-        assert list(parameters)[:3] == ["lhs", "rhs", "group_sizes"]
-        assert set(parameters) - static == {"lhs", "rhs", "group_sizes", "group_offset"}
-        assert all(p.default is not p.empty for n, p in parameters.items() if n in static)
-    for name in ("ragged_dot", "ragged_dot_general"):
-        ours, theirs = (inspect.signature(getattr(a, name)) for a in (pearl_jax, lax))
-        assert list(ours.parameters)[: len(theirs.parameters)] == list(theirs.parameters)
-    with pytest.raises(TypeError, match="lhs must be an array, got int"):
-        grouped_matmul(0x7F0000000000, jnp.ones((1, 1, 1)), sizes_of(1))
 
 
 def test_zero_groups_cutlass_2547():
@@ -637,7 +522,8 @@ def test_second_step_is_finite_pytorch_154557():
         state = step(x, w, target)
         x, new_w, out = step(state[0], state[1], jnp.where(target == 0, fill, target))
         tails[fill] = np.asarray(x[:15]).tobytes(), np.asarray(new_w).tobytes(), out
-        assert np.isfinite(new_w).all() and np.any(new_w[0] != w[0])
+        assert np.isfinite(new_w).all()
+        assert np.any(new_w[0] != w[0])
         assert not np.any(out[15:])
     assert tails[0][:2] == tails[np.nan][:2]
 
@@ -646,26 +532,14 @@ def test_second_step_is_finite_pytorch_154557():
 @pytest.mark.parametrize("zero", "mkng")
 def test_dimensions_of_zero_pytorch_152668(zero, form):
     """pytorch#152668, PR#192497: a hang where k is 0. Each dimension 0, with both gradients."""
-    shape = dict(m=6, k=3, n=4, g=2) | {zero: 0}
+    shape = {"m": 6, "k": 3, "n": 4, "g": 2, zero: 0}
     run, want, x, w = problem(form, *shape.values())
     sizes = sizes_of(*(2, 4)[: shape["g"]]) if shape["m"] else jnp.zeros(2, jnp.int32)
     exact = want(x, w, sizes)
     out, dx, dw = grads(run, jnp.ones(exact.shape), sizes)(x, w)
     np.testing.assert_array_equal(out, exact)
-    for got, exact in zip((dx, dw), gradients(form, x, w, jnp.ones(exact.shape), sizes)):
-        np.testing.assert_array_equal(got, exact)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_odd_strides_pytorch_172440(form):
-    """pytorch#172440, torchtitan#1651: rows had to be a multiple of 16 bytes, on CPU too."""
-    run, want, x, w = problem(form, 11, 3, 5, 2, dtype="bfloat16")
-    sizes = sizes_of(4, 6)
-    exact = want(x, w, sizes)
-    found = grads(run, jnp.asarray(exact, "bfloat16"), sizes)(x, w)
-    ct = jnp.asarray(exact, "bfloat16")
-    for got, exact in zip(found, (exact, *gradients(form, x, w, ct, sizes))):
-        assert oracle.worst_group_error(got, exact, sizes) < oracle.TOLERANCE["bfloat16"]
+    for got, want in zip((dx, dw), gradients(form, x, w, jnp.ones(exact.shape), sizes)):
+        np.testing.assert_array_equal(got, want)
 
 
 def test_fused_gate_and_up_pytorch_159620():
@@ -710,16 +584,15 @@ def test_same_bits_pytorch_186365(form):
 @pytest.mark.parametrize("x64", [True, False])
 def test_both_widths_of_x64_primus_437(x64):
     """Primus PR#437: one of the two settings was required. Both work, with 64-bit sizes."""
+    make = np.random.default_rng(0).standard_normal
+    x, w, ct = (make(shape) for shape in ((12, 7), (3, 7, 6), (12, 6)))
+    sizes = np.array([5, 0, 6], np.int64)
+    exact = oracle.grouped_matmul(x, w, sizes), *gradients("matmul", x, w, ct, sizes)
     with jax.enable_x64(x64):
-        sizes = np.array([5, 0, 6], np.int64)
-        for form in FORMS:
-            run, want, x, w = problem(form, 12, 7, 6, 3, dtype=np.float64)
-            exact = want(x, w, sizes)
-            ct = jnp.asarray(exact)
-            found = grads(run, ct, jnp.asarray(sizes))(x, w)
-            assert {a.dtype for a in found} == {jnp.dtype("float64" if x64 else "float32")}
-            for got, e in zip(found, (exact, *gradients(form, x, w, ct, sizes))):
-                assert oracle.worst_group_error(got, e, sizes) < (1e-12 if x64 else 2e-6)
-            narrow = run(x.astype(jnp.float32), w.astype(jnp.float32), sizes)
-            assert narrow.dtype == jnp.float32
-            assert oracle.worst_group_error(narrow, exact, sizes) < 2e-6
+        dtype, tolerance = ("float64", 1e-12) if x64 else ("float32", 2e-6)
+        for got, want in zip(grads(grouped_matmul, ct, sizes)(x, w), exact):
+            assert got.dtype == dtype
+            assert oracle.worst_group_error(got, want, sizes) < tolerance
+        narrow = grouped_matmul(np.float32(x), np.float32(w), sizes)
+        assert narrow.dtype == jnp.float32
+        assert oracle.worst_group_error(narrow, exact[0], sizes) < 2e-6
