@@ -99,7 +99,7 @@ def median_ms(functions, *args):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--tokens", type=int, default=4096, metavar="N")
     num_tokens = parser.parse_args().tokens
     if not 1 <= num_tokens <= MAX_TOKENS:
@@ -121,10 +121,11 @@ def main():
     )
 
     (_, products), gradients = forward_backward[0](*args)
-    got = [np.float64(x) for x in (*products, *gradients)]
+    got = [np.asarray(x, np.float64) for x in (*products, *gradients)]
     group_sizes, token, weight = (np.asarray(x) for x in routing)
     rows = np.split(np.arange(len(token)), np.cumsum(group_sizes)[:-1])
-    want = numpy_moe(*(np.float64(x) for x in args[:3]), rows, token, weight, np.asarray(target))
+    exact = [np.asarray(x, np.float64) for x in (*args[:3], target)]
+    want = numpy_moe(*exact[:3], rows, token, weight, exact[3])
     print(f"{num_tokens} tokens, {TOP_K} of {NUM_EXPERTS} experts each; relative errors:\n")
     print("expert   rows    gate_up       down  d gate_up     d down   d tokens")
     line, worst = "{:>6}{:>7}" + 5 * "{:>11.1e}", np.zeros(5)
@@ -132,7 +133,7 @@ def main():
         parts = (r, r, e, e, token[r])  # of the products, of the weights, of the tokens
         errors = [relative_error(g[part], w[part]) for g, w, part in zip(got, want, parts)]
         print(line.format(e, len(r), *errors))
-        worst = np.maximum(worst, errors)
+        worst = np.maximum(worst, np.asarray(errors))
     print(line.format("worst", len(token), *worst))
     if not worst.max() <= LARGEST_ERROR:
         sys.exit(f"quickstart: a relative error is {worst.max():.1e}, above {LARGEST_ERROR:.0e}")

@@ -186,8 +186,11 @@ def bind_explicit(bind, primitive, operands, params):
     mesh = jax.sharding.get_abstract_mesh()
     axes = [_axes(a.sharding.spec, a.ndim) for a in avals]
     plan = _Plan(primitive, params, dict(mesh.shape), avals, axes)
-
     axis_names = explicit_axes(operands)
+    if plan.scatter:
+        # jax 0.12 cannot lower a reduce-scatter while another axis is still Explicit.
+        types = zip(mesh.axis_names, mesh.axis_types)
+        axis_names = {a for a, kind in types if kind == AxisType.Explicit}
     operands = [
         jax.sharding.reshard(x, NamedSharding(mesh, spec))
         for x, spec in zip(operands, plan.operand_specs)

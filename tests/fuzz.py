@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
-import pearl_jax
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+import pearl_jax
 
 DTYPES = ["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
 
@@ -137,7 +138,7 @@ def run(examples, seed, configs=64, progress=lambda: None, **options):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--examples", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0, help="of the first pool")
     arguments = parser.parse_args()

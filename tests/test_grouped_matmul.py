@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
-import pearl_jax
 import pytest
 from oracle import SIZES, TOLERANCE, worst_group_error
+
+import pearl_jax
 
 M, G = 64, 6
 
@@ -183,9 +184,7 @@ def test_group_offset_of_outer(rng):
     lhs, rhs = random(rng, (M, 16)), random(rng, (M, 24))
     whole = pearl_jax.grouped_outer(lhs, rhs, jnp.array(sizes))
     for offset in (-2, 0, 1, 4, 7):
-        got = pearl_jax.grouped_outer(
-            lhs, rhs, jnp.array(sizes), group_offset=offset, num_groups=3
-        )
+        got = pearl_jax.grouped_outer(lhs, rhs, jnp.array(sizes), group_offset=offset, num_groups=3)
         want = oracle.grouped_outer(lhs, rhs, sizes, 3, offset)
         assert worst_group_error(got, want, sizes) < TOLERANCE["float32"]
     parts = [
@@ -274,9 +273,13 @@ def test_empty_dimensions(zero, transpose_rhs):
     rhs = jnp.ones((g, n, k) if transpose_rhs else (g, k, n))
     got = pearl_jax.grouped_matmul(jnp.ones((m, k)), rhs, sizes, transpose_rhs=transpose_rhs)
     assert got.shape == (m, n)
-    np.testing.assert_array_equal(got, oracle.grouped_matmul(np.ones((m, k)), rhs, sizes, transpose_rhs))
+    np.testing.assert_array_equal(
+        got, oracle.grouped_matmul(np.ones((m, k)), rhs, sizes, transpose_rhs)
+    )
     outer = pearl_jax.grouped_outer(jnp.ones((m, k)), jnp.ones((m, n)), sizes)
-    np.testing.assert_array_equal(outer, oracle.grouped_outer(np.ones((m, k)), np.ones((m, n)), sizes))
+    np.testing.assert_array_equal(
+        outer, oracle.grouped_outer(np.ones((m, k)), np.ones((m, n)), sizes)
+    )
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8, 64, 1000])

@@ -6,9 +6,10 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pearl_jax
 import pytest
 from jax.test_util import check_grads
+
+import pearl_jax
 
 SIZES = np.array([3, 0, 5, 2], np.int32)  # 10 of 12 rows
 M, K, N, G, B = 12, 3, 4, 4, 2
@@ -174,7 +175,11 @@ def test_scan(op):
     want = jnp.stack([function(lhs, rhs, s) for s in all_sizes])
     close(outs, want)
     close(total, jnp.sum(want))
-    grad = jax.grad(lambda b: jax.lax.scan(lambda c, s: (c + jnp.sum(function(lhs, b, s)), None), 0.0, all_sizes)[0])
+    grad = jax.grad(
+        lambda b: jax.lax.scan(
+            lambda c, s: (c + jnp.sum(function(lhs, b, s)), None), 0.0, all_sizes
+        )[0]
+    )
     close(grad(rhs), sum(jax.grad(lambda b: jnp.sum(function(lhs, b, s)))(rhs) for s in all_sizes))
 
 
