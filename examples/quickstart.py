@@ -61,7 +61,7 @@ def loss(matmul, gate_up, down, tokens, routing, target):
     return jnp.sum((out - target) ** 2) / (2 * len(target)), (gate_up_out, down_out)
 
 
-def numpy_moe(gate_up, down, tokens, rows, token, weight, target):
+def numpy_moe(gate_up, down, tokens, target, rows, token, weight):
     """Products and gradients of the same layer in float64; rows lists each expert's rows."""
     gate_up_out = np.concatenate([tokens[token[r]] @ w for r, w in zip(rows, gate_up)])
     gate, up = np.split(gate_up_out, 2, axis=-1)
@@ -85,6 +85,10 @@ def relative_error(got, want):
     """Norm of the difference over the norm of want; where want is 0, got must be exactly 0."""
     difference = np.linalg.norm(got - want)
     return difference / max(np.linalg.norm(want), 1e-300) if difference else 0.0
+
+
+def print_row(expert, rows, errors):
+    print(f"{expert:>6}{rows:>7}" + "".join(f"{error:>11.1e}" for error in errors))
 
 
 def median_ms(functions, *args):
@@ -124,17 +128,17 @@ def main():
     got = [np.asarray(x, np.float64) for x in (*products, *gradients)]
     group_sizes, token, weight = (np.asarray(x) for x in routing)
     rows = np.split(np.arange(len(token)), np.cumsum(group_sizes)[:-1])
-    exact = [np.asarray(x, np.float64) for x in (*args[:3], target)]
-    want = numpy_moe(*exact[:3], rows, token, weight, exact[3])
+    exact = (np.asarray(x, np.float64) for x in (gate_up, down, tokens, target))
+    want = numpy_moe(*exact, rows=rows, token=token, weight=weight)
     print(f"{num_tokens} tokens, {TOP_K} of {NUM_EXPERTS} experts each; relative errors:\n")
     print("expert   rows    gate_up       down  d gate_up     d down   d tokens")
-    line, worst = "{:>6}{:>7}" + 5 * "{:>11.1e}", np.zeros(5)
+    worst = np.zeros(5)
     for e, r in enumerate(rows):
         parts = (r, r, e, e, token[r])  # of the products, of the weights, of the tokens
         errors = [relative_error(g[part], w[part]) for g, w, part in zip(got, want, parts)]
-        print(line.format(e, len(r), *errors))
+        print_row(e, len(r), errors)
         worst = np.maximum(worst, np.asarray(errors))
-    print(line.format("worst", len(token), *worst))
+    print_row("worst", len(token), worst)
     if not worst.max() <= LARGEST_ERROR:
         sys.exit(f"quickstart: a relative error is {worst.max():.1e}, above {LARGEST_ERROR:.0e}")
 

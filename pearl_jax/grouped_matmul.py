@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import checkify
 
-from pearl_jax import primitives, tiling
+from pearl_jax import primitives, reference, tiling
 
 _DTYPES = tuple(
     jnp.dtype(d)
@@ -278,10 +278,9 @@ def _check_values(op, m, group_sizes):
         f"{op}: group_sizes must not be negative, got {{sizes}}",
         sizes=group_sizes,
     )
-    # Each term is cut off above m first, so the float sum decides exactly what matters.
-    total = jnp.sum(jnp.clip(group_sizes, 0, m + 1).astype(jnp.float32))
+    bounds = reference.group_bounds(group_sizes, jnp.int32(0), group_sizes.shape[0], m)
     checkify.check(
-        total <= m,
+        jnp.all(jnp.diff(bounds) >= group_sizes),  # no group was cut
         f"{op}: group_sizes sum to more than the {m} rows of lhs, got {{sizes}}",
         sizes=group_sizes,
     )

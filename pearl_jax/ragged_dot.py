@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from pearl_jax.grouped_matmul import grouped_matmul, grouped_outer
 
@@ -38,7 +38,7 @@ def ragged_dot(
       (3, 4)
     """
     out = grouped_matmul(lhs, rhs, group_sizes, precision, preferred_element_type, group_offset)
-    return _shard(out, out_sharding)
+    return _shard("ragged_dot", out, out_sharding)
 
 
 def ragged_dot_general(
@@ -128,11 +128,18 @@ def ragged_dot_general(
             f"{op}: group_sizes must be (g,) or (*batch, g) with {len(batch[0])} batch axes, "
             f"got {group_sizes.shape}"
         )
+    sizes = [[x.shape[i] for i in axes] for x, axes in ((lhs, batch[0]), (rhs, batch[1]))]
+    sizes += [list(group_sizes.shape[:-1])] if sizes_batched else []
+    if any(s != sizes[0] for s in sizes):
+        raise ValueError(
+            f"{op}: batch dimensions of lhs, rhs and group_sizes must agree, got {sizes} "
+            f"(lhs {lhs.shape}, rhs {rhs.shape}, group_sizes {group_sizes.shape})"
+        )
     lhs = jnp.moveaxis(jnp.asarray(lhs), batch[0], range(len(batch[0])))
     rhs = jnp.moveaxis(jnp.asarray(rhs), batch[1], range(len(batch[1])))
     for _ in batch[0]:
         call = jax.vmap(call, (0, 0, 0 if sizes_batched else None))
-    return _shard(call(lhs, rhs, group_sizes), out_sharding)
+    return _shard(op, call(lhs, rhs, group_sizes), out_sharding)
 
 
 def _without_batch(batch, *ndims):
@@ -143,18 +150,21 @@ def _without_batch(batch, *ndims):
     ]
 
 
-def _shard(out, out_sharding):
+def _shard(op, out, out_sharding):
     if out_sharding is None:
         return out
+    if not isinstance(out_sharding, (PartitionSpec, NamedSharding)):
+        raise TypeError(
+            f"{op}: out_sharding must be a PartitionSpec or a NamedSharding, got {out_sharding!r}"
+        )
     mesh = jax.sharding.get_abstract_mesh()
-    if isinstance(out_sharding, PartitionSpec):
-        if mesh.empty:
-            raise ValueError(
-                f"ragged_dot: out_sharding={out_sharding} needs a mesh, see jax.set_mesh; or give "
-                f"a NamedSharding"
-            )
-    else:
+    if isinstance(out_sharding, NamedSharding):
         mesh = out_sharding.mesh
+    elif mesh.empty:
+        raise ValueError(
+            f"{op}: out_sharding={out_sharding} needs a mesh, see jax.set_mesh; or give "
+            f"a NamedSharding"
+        )
     if jax.sharding.AxisType.Explicit in mesh.axis_types:
         return jax.sharding.reshard(out, out_sharding)
     return lax.with_sharding_constraint(out, out_sharding)

@@ -81,9 +81,10 @@ def replicated(mesh, ndim):
     return NamedSharding(mesh, P(*[None] * ndim))
 
 
-def _axes(spec, ndim):
-    """A PartitionSpec as one tuple of mesh axis names for each array axis."""
-    entries = tuple(spec) + (None,) * (ndim - len(spec))
+def _axes(sharding, ndim):
+    """One tuple of mesh axis names for each array axis; no sharding is none of them."""
+    entries = () if sharding is None else tuple(sharding.spec)
+    entries += (None,) * (ndim - len(entries))
     return tuple(() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries)
 
 
@@ -174,7 +175,7 @@ def explicit_axes(operands):
     for x in operands:
         kind = jax.typeof(x).sharding
         types = dict(zip(kind.mesh.axis_names, kind.mesh.axis_types))
-        spec = _axes(kind.spec, jax.typeof(x).ndim)
+        spec = _axes(kind, jax.typeof(x).ndim)
         axes |= {a for entry in spec for a in entry if types[a] == AxisType.Explicit}
     return axes
 
@@ -184,7 +185,7 @@ def bind_explicit(bind, primitive, operands, params):
     avals = [jax.typeof(x) for x in operands]
     # The mesh of the context, not the operands': vmap takes a sharded batch's axis out of it.
     mesh = jax.sharding.get_abstract_mesh()
-    axes = [_axes(a.sharding.spec, a.ndim) for a in avals]
+    axes = [_axes(a.sharding, a.ndim) for a in avals]
     plan = _Plan(primitive, params, dict(mesh.shape), avals, axes)
     axis_names = explicit_axes(operands)
     if plan.scatter:
@@ -249,8 +250,8 @@ def _custom_partitioned(primitive, params, avals):
     factors = _Factors.of([a.shape for a in avals], primitive.name, params)
 
     def plan(mesh, operands, out=None):
-        axes = [_axes(x.sharding.spec, len(x.shape)) for x in operands]
-        out_axes = None if out is None else _axes(out.sharding.spec, len(out.shape))
+        axes = [_axes(x.sharding, len(x.shape)) for x in operands]
+        out_axes = None if out is None else _axes(out.sharding, len(out.shape))
         return _Plan(primitive, params, dict(mesh.shape), operands, axes, out_axes)
 
     def partition(mesh, operands, out):

@@ -201,9 +201,19 @@ bad(
 for f, args in ((ragged_dot, (X, W, S)), (ragged_dot_general, (X, W, S, ROWS))):
     bad(
         f"{f.__name__}-out-sharding", f, args, ValueError,
-        f"ragged_dot: out_sharding={P('a', None)} needs a mesh, see jax.set_mesh",
+        f"{f.__name__}: out_sharding={P('a', None)} needs a mesh, see jax.set_mesh",
         out_sharding=P("a", None),
     )  # fmt: skip
+    bad(
+        f"{f.__name__}-out-sharding-type", f, args, TypeError,
+        f"{f.__name__}: out_sharding must be a PartitionSpec or a NamedSharding, got 'x'",
+        out_sharding="x",
+    )  # fmt: skip
+BATCHED = jax.lax.RaggedDotDimensionNumbers((((2,), (2,)), ((0,), (0,))), [1], [1])
+bad(
+    "general-batch-sizes", ragged_dot_general, (X[None], jnp.stack([W, W]), S, BATCHED), ValueError,
+    "batch dimensions of lhs, rhs and group_sizes must agree, got [[1], [2]]",
+)  # fmt: skip
 bad(
     "general-dims-type", ragged_dot_general, (X, W, S, (((1,), (1,)), ((), ()))), TypeError,
     "ragged_dot_dimension_numbers must be a jax.lax.RaggedDotDimensionNumbers, got (((1,), (1,))",
@@ -363,6 +373,23 @@ def test_checkify_reports_wide_sizes():
         with pearl_jax.check_group_sizes(True):
             error, _ = checkify.checkify(CHECKED["grouped_matmul"])(sizes)
         assert "sum to more than the 6 rows" in (error.get() or "")
+
+
+@pytest.mark.parametrize(
+    ("m", "sizes", "reported"),
+    [
+        (2**24, [2**24, 1], True),
+        (2**25 + 2, [2**25 - 1, 3], False),
+        (2**31 - 1, [2**31 - 1, 0], False),
+        (2**31 - 1, [2**31 - 1, 1], True),
+    ],
+)
+def test_checkify_decides_exactly(m, sizes, reported):
+    """Where float32 or int32 sums would not; without the 2 GiB that such an lhs takes."""
+    public = sys.modules["pearl_jax.grouped_matmul"]
+    check = lambda sizes: public._check_values("grouped_matmul", m, sizes)
+    error, _ = checkify.checkify(check)(jnp.array(sizes, jnp.int32))
+    assert (error.get() is not None) == reported
 
 
 def test_checkify_under_grad_and_vmap():
