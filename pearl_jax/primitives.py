@@ -24,6 +24,7 @@ in the output with size 1), which spares a copy of the weights for each batch en
 from __future__ import annotations
 
 import functools
+import logging
 
 import jax
 import jax.core
@@ -34,6 +35,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from pearl_jax import reference, sharding
+
+_log = logging.getLogger(__name__)
 
 grouped_matmul_p = Primitive("grouped_matmul")
 grouped_outer_p = Primitive("grouped_outer")
@@ -195,6 +198,22 @@ def _lower_locally(implementation):
     return lower
 
 
+@functools.cache
+def _warn_once():
+    _log.warning(
+        "pearl_jax: no compiled kernels in this build, plain XLA runs on the GPU instead; its loop "
+        "over groups can be slower there than jax.lax.ragged_dot"
+    )
+
+
+def _with_warning(lowering):
+    def lower(*args, **params):
+        _warn_once()
+        return lowering(*args, **params)
+
+    return lower
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _eager(primitive, params, *operands):
     return primitive.bind(*operands, **dict(params))
@@ -208,6 +227,7 @@ def _register(primitive, abstract, transpose, implementation):
     batching.primitive_batchers[primitive] = functools.partial(_batch, primitive)
     lowering = sharding.partitioned(primitive, _lower_locally(implementation))
     mlir.register_lowering(primitive, lowering)
+    mlir.register_lowering(primitive, _with_warning(lowering), platform="cuda")
 
 
 _register(grouped_matmul_p, _matmul_abstract, _matmul_transpose, reference.grouped_matmul)
