@@ -228,22 +228,26 @@ def partitioned(primitive, local_lowering):
 def _auto_mesh(ctx):
     """The mesh whose axes the compiler shards, or None where there is nothing to shard."""
     context = ctx.module_context.axis_context
-    if not isinstance(context, mlir.ShardingContext) or context.num_devices == 1:
-        return None
-    reason = None
     mesh = next((a.sharding.mesh for a in ctx.avals_in if not a.sharding.mesh.empty), None)
-    # Only the shape of the mesh is read below, so any devices will do.
-    devices = jax.devices()[: context.num_devices]
-    if ctx.module_context.lowering_parameters.for_export:
+    reason = None
+    if not isinstance(context, mlir.ShardingContext):
+        if mesh is None or AxisType.Auto not in mesh.axis_types:
+            return None
+        reason = "a shard_map leaves some axes to the compiler; give it all of them"
+    elif context.num_devices == 1:
+        return None
+    elif ctx.module_context.lowering_parameters.for_export:
         reason = "an exported module cannot hold the sharding rule; use an Explicit mesh"
     elif mesh is None:
         reason = "no mesh is known while lowering; use jax.set_mesh"
-    elif len(devices) != mesh.size:
-        reason = f"{mesh.size} devices are needed to lower, {len(devices)} are there"
+    elif len(jax.devices()) < mesh.size:
+        reason = f"{mesh.size} devices are needed to lower, {len(jax.devices())} are there"
     if mesh is None or reason:
         _log.warning("pearl_jax: sharded without its own rule, weights may be gathered: %s", reason)
         return None
-    return jax.sharding.Mesh(np.array(devices).reshape(mesh.axis_sizes), mesh.axis_names)
+    # Only the shape of the mesh will be read, so any devices will do.
+    devices = np.array(jax.devices()[: mesh.size])
+    return jax.sharding.Mesh(devices.reshape(mesh.axis_sizes), mesh.axis_names)
 
 
 def _custom_partitioned(primitive, params, avals):

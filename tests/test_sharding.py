@@ -319,3 +319,34 @@ def test_export_from_an_explicit_mesh(rng):
         assert collectives(text) == ["all-reduce"]
         got = jax.jit(loaded.call)(*args)
     close(got, on_one_device(pearl_jax.grouped_matmul, lhs, rhs, SIZES))
+
+
+@pytest.mark.parametrize("how", ["no mesh known", "part of a shard_map", "export"])
+def test_xla_partitions_alone_only_with_a_warning(rng, how, caplog):
+    """Where the rule cannot apply on an Auto mesh, the result is right and the reason logged."""
+    mesh = auto_mesh((2, 4), ("x", "y"))
+    lhs, rhs = problem(rng)
+    want = on_one_device(pearl_jax.grouped_matmul, lhs, rhs, SIZES)
+    args, call = (lhs, rhs, SIZES), pearl_jax.grouped_matmul
+    sharding = NamedSharding(mesh, P("y"))
+    with caplog.at_level("WARNING", "pearl_jax"):
+        if how == "no mesh known":
+            got = jax.jit(call, in_shardings=(None, sharding, None))(*args)
+            reason = "no mesh is known while lowering"
+        elif how == "export":
+            args = put(mesh, lhs, P()), put(mesh, rhs, P("y")), put(mesh, SIZES, P())
+            got = jax.jit(jax.export.export(jax.jit(call))(*args).call)(*args)
+            reason = "an exported module cannot hold the sharding rule"
+        else:
+            specs = (P("x"), P(), P())
+            local = jax.shard_map(
+                lambda a, b, s: call(a[0], b, s)[None],
+                mesh=mesh,
+                in_specs=specs,
+                out_specs=P("x"),
+                axis_names={"x"},
+            )
+            got = jax.jit(local)(np.stack([lhs, lhs]), put(mesh, rhs, P("y")), SIZES)[1]
+            reason = "a shard_map leaves some axes to the compiler"
+    close(got, want)
+    assert reason in caplog.text

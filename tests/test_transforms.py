@@ -150,6 +150,18 @@ def test_vmap_nested_with_different_operands(op):
     close(jax.grad(loss, (0, 1))(lhs2, rhs2), jax.grad(loop, (0, 1))(lhs2, rhs2))
 
 
+def test_vmap_over_group_offset(rng):
+    """All parts of the weights in one call, and of the weight gradient."""
+    lhs, y = (jnp.asarray(rng.standard_normal((M, d)), jnp.float32) for d in (K, N))
+    rhs = jnp.asarray(rng.standard_normal((G, K, N)), jnp.float32)
+    parts, offsets = rhs.reshape(2, 2, K, N), jnp.array([0, 2])
+    call = lambda w, i: pearl_jax.grouped_matmul(lhs, w, SIZES, group_offset=i)
+    close(sum(jax.vmap(call)(parts, offsets)), pearl_jax.grouped_matmul(lhs, rhs, SIZES))
+    outer = lambda i: pearl_jax.grouped_outer(lhs, y, SIZES, group_offset=i, num_groups=2)
+    whole = pearl_jax.grouped_outer(lhs, y, SIZES)
+    close(jax.vmap(outer)(offsets).reshape(whole.shape), whole)
+
+
 def test_vmap_copies_no_shared_operand(rng):
     """64 entries that share 4 MiB of weights, forward and backward, need less than 64 copies."""
     b, k = 64, 512
