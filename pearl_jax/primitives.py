@@ -64,7 +64,7 @@ def bind(primitive, *operands, **params):
 
 
 def _matmul_abstract(lhs, rhs, group_sizes, group_offset, *, transpose_rhs, out_dtype, **_):
-    batch = _batch_shape((lhs, 2), (rhs, 3), (group_sizes, 1), (group_offset, 0))
+    batch = reference.batch_shape((lhs, 2), (rhs, 3), (group_sizes, 1), (group_offset, 0))
     n = rhs.shape[-2] if transpose_rhs else rhs.shape[-1]
     return _out_aval((lhs, rhs, group_sizes, group_offset), (*batch, lhs.shape[-2], n), out_dtype)
 
@@ -72,14 +72,10 @@ def _matmul_abstract(lhs, rhs, group_sizes, group_offset, *, transpose_rhs, out_
 def _outer_abstract(
     lhs, rhs, group_sizes, group_offset, *, num_groups, reduce_axes, out_dtype, **_
 ):
-    batch = _batch_shape((lhs, 2), (rhs, 2), (group_sizes, 1), (group_offset, 0))
+    batch = reference.batch_shape((lhs, 2), (rhs, 2), (group_sizes, 1), (group_offset, 0))
     batch = (1 if i in reduce_axes else d for i, d in enumerate(batch))
     shape = (*batch, num_groups, lhs.shape[-1], rhs.shape[-1])
     return _out_aval((lhs, rhs, group_sizes, group_offset), shape, out_dtype)
-
-
-def _batch_shape(*avals_and_ranks):
-    return jnp.broadcast_shapes(*(x.shape[: x.ndim - rank] for x, rank in avals_and_ranks))
 
 
 def _out_aval(operands, shape, dtype):
@@ -148,7 +144,7 @@ def _matmul(lhs, rhs, *groups, like, **params):
 
 def _outer(lhs, rhs, *groups, like, **params):
     aval = like.aval
-    batch = _batch_shape((lhs, 2), (rhs, 2), (groups[0], 1), (groups[1], 0))
+    batch = reference.batch_shape((lhs, 2), (rhs, 2), (groups[0], 1), (groups[1], 0))
     reduce_axes = tuple(i for i, d in enumerate(batch) if aval.shape[i] == 1 and d != 1)
     return bind(
         grouped_outer_p,

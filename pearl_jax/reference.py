@@ -17,8 +17,8 @@ import math
 import jax.numpy as jnp
 from jax import lax
 
-# Weights go through the cache in pieces of this size: the loop copies the piece it
-# multiplies, and a piece that stays in the second-level cache is copied for free.
+# Weights are read in pieces of this size: XLA copies what a loop multiplies, so pieces
+# bound the memory held, and one that fits the second-level cache is mostly faster.
 _PIECE_BYTES = 2**20
 
 # A group is first cut into tiles this many times larger, then into the plain ones, so
@@ -62,7 +62,7 @@ def grouped_matmul(
     g, rhs_rows, n = rhs.shape[-3:]
     if transpose_rhs:
         n = rhs_rows
-    batch = _batch_shape((lhs, 2), (rhs, 3), (group_sizes, 1), (group_offset, 0))
+    batch = batch_shape((lhs, 2), (rhs, 3), (group_sizes, 1), (group_offset, 0))
     acc_dtype = accumulator_dtype(lhs.dtype, rhs.dtype, out_dtype)
     if _is_empty((*batch, m, k, n, g)):
         return jnp.zeros((*batch, m, n), out_dtype)
@@ -138,7 +138,7 @@ def grouped_outer(
     m, k = lhs.shape[-2:]
     n = rhs.shape[-1]
     g = num_groups
-    batch = _batch_shape((lhs, 2), (rhs, 2), (group_sizes, 1), (group_offset, 0))
+    batch = batch_shape((lhs, 2), (rhs, 2), (group_sizes, 1), (group_offset, 0))
     out_batch = tuple(1 if i in reduce_axes else d for i, d in enumerate(batch))
     summed = tuple(d if i in reduce_axes else 1 for i, d in enumerate(batch))
     acc_dtype = accumulator_dtype(lhs.dtype, rhs.dtype, out_dtype)
@@ -206,7 +206,8 @@ def grouped_outer(
     return lax.fori_loop(0, math.prod(out_batch) * g, group, out)
 
 
-def _batch_shape(*operands_and_ranks):
+def batch_shape(*operands_and_ranks):
+    """The common batch axes of arrays or avals, each given with the rank of one entry."""
     return jnp.broadcast_shapes(*(x.shape[: x.ndim - rank] for x, rank in operands_and_ranks))
 
 
