@@ -24,6 +24,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
+# What every launcher takes: LaunchArguments of kernels.h.
+POINTERS = ("lhs", "rhs", "group_sizes", "group_offset", "batch_index", "out")
+SIZES = ("m", "n", "k", "num_groups", "num_sizes", "num_batches", "lhs_batches", "rhs_batches")
+ARGUMENTS = [*POINTERS, *SIZES, "num_sms", "stream"]
+
 # Without it the launchers have instructions of the building machine's CPU, such as AVX-512.
 HOST_TARGET = "llvm -mtriple=x86_64-unknown-linux-gnu -mcpu=x86-64"
 
@@ -63,10 +68,15 @@ def compile_to(out, spec):
     compiled = importlib.import_module(MODULES[spec.arch]).compile_kernel(spec)
     compiled.host_target = HostTarget(HOST_TARGET)
     compiled.export_to_c(str(out), spec.name, function_prefix=spec.name)
-    # The name of the entry point has the types of its arguments in it.
     header = out / f"{spec.name}.h"
-    launch = re.search(r"void (_mlir_\w+)\(void \*\*args, int32_t num_args\)", header.read_text())
+    text = header.read_text()
     header.unlink()
+    # The name of the entry point has the types of its arguments in it.
+    launch = re.search(r"void (_mlir_\w+)\(void \*\*args, int32_t num_args\)", text)
+    wrapper = re.search(r"_wrapper\(\w+ \*module, (.*)\) {", text)
+    arguments = re.findall(r"(\w+)(?:,|$)", wrapper[1])
+    if arguments != ARGUMENTS:
+        raise TypeError(f"{spec.name}: the launcher takes {arguments}, not {ARGUMENTS}")
     fields = (
         f'"{spec.name}"',
         DTYPES[spec.dtype],
