@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import checkify
 
-from pearl_jax import primitives, reference, tiling
+from pearl_jax import cuda, library, primitives, reference, tiling
 
 _DTYPES = tuple(
     jnp.dtype(d)
@@ -103,9 +103,7 @@ def grouped_matmul(
         group_sizes,
         jnp.int32(0) if group_offset is None else group_offset,
         transpose_rhs=transpose_rhs,
-        **_options(
-            op, lhs, rhs, precision, preferred_element_type, implementation, tile, rhs.shape[0]
-        ),
+        **_options(op, lhs, rhs, precision, preferred_element_type, implementation, tile),
     )
 
 
@@ -180,9 +178,7 @@ def grouped_outer(
         jnp.int32(0) if group_offset is None else group_offset,
         num_groups=int(num_groups),
         reduce_axes=(),
-        **_options(
-            op, lhs, rhs, precision, preferred_element_type, implementation, tile, num_groups
-        ),
+        **_options(op, lhs, rhs, precision, preferred_element_type, implementation, tile),
     )
 
 
@@ -286,24 +282,29 @@ def _check_values(op, m, group_sizes):
     )
 
 
-def _options(op, lhs, rhs, precision, preferred_element_type, implementation, tile, num_groups):
+def _options(op, lhs, rhs, precision, preferred_element_type, implementation, tile):
     """The parameters that both primitives share, in the form the primitives take."""
     if implementation not in (None, "xla", "cuda"):
         raise ValueError(
             f"{op}: implementation must be None, 'xla' or 'cuda', got {implementation!r}"
         )
+    out_dtype = _out_dtype(op, lhs, rhs, preferred_element_type)
+    precision = _precision(op, precision)
     if implementation == "cuda":
-        raise ValueError(
-            f"{op}: implementation='cuda' cannot run, this build of pearl_jax has no compiled "
-            f"kernels; None and 'xla' run everywhere"
-        )
-    if tile is None:
-        tile = tiling.choose(lhs.shape[-2], num_groups)
-    elif not isinstance(tile, tiling.TileConfig):
+        reason = "it has no kernels yet"
+        if op == "grouped_matmul":
+            reason = cuda.unsupported(lhs.dtype, rhs.dtype, out_dtype, precision)
+            reason = reason or library.unavailable()
+        if reason:
+            raise ValueError(
+                f"{op}: implementation='cuda' cannot run, {reason}; None and 'xla' run everywhere"
+            )
+    if tile is not None and not isinstance(tile, tiling.TileConfig):
         raise TypeError(f"{op}: tile must be a TileConfig or None, got {tile!r}")
     return {
-        "precision": _precision(op, precision),
-        "out_dtype": _out_dtype(op, lhs, rhs, preferred_element_type),
+        "precision": precision,
+        "out_dtype": out_dtype,
+        "implementation": implementation,
         "tile": tile,
     }
 

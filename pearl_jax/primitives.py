@@ -24,7 +24,6 @@ in the output with size 1), which spares a copy of the weights for each batch en
 from __future__ import annotations
 
 import functools
-import logging
 
 import jax
 import jax.core
@@ -34,9 +33,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from pearl_jax import reference, sharding
-
-_log = logging.getLogger(__name__)
+from pearl_jax import cuda, reference, sharding
 
 grouped_matmul_p = Primitive("grouped_matmul")
 grouped_outer_p = Primitive("grouped_outer")
@@ -146,6 +143,8 @@ def _outer(lhs, rhs, *groups, like, **params):
     aval = like.aval
     batch = reference.batch_shape((lhs, 2), (rhs, 2), (groups[0], 1), (groups[1], 0))
     reduce_axes = tuple(i for i, d in enumerate(batch) if aval.shape[i] == 1 and d != 1)
+    if params["implementation"] == "cuda":  # which it has not
+        params["implementation"] = None
     return bind(
         grouped_outer_p,
         lhs,
@@ -194,20 +193,29 @@ def _lower_locally(implementation):
     return lower
 
 
-@functools.cache
-def _warn_once():
-    _log.warning(
-        "pearl_jax: no compiled kernels in this build, plain XLA runs on the GPU instead; its loop "
-        "over groups can be slower there than jax.lax.ragged_dot"
-    )
+def _portable(reference):
+    """Plain XLA, on any platform."""
+
+    def run(*operands, implementation, **params):
+        if implementation == "cuda":
+            raise ValueError(
+                f"{reference.__name__}: implementation='cuda' runs on NVIDIA GPUs only, and this "
+                f"is for another platform; None and 'xla' run everywhere"
+            )
+        return reference(*operands, **params)
+
+    return run
 
 
-def _with_warning(lowering):
-    def lower(*args, **params):
-        _warn_once()
-        return lowering(*args, **params)
+def _on_cuda(reference, kernels):
+    """The kernels, unless plain XLA is asked for."""
 
-    return lower
+    def run(*operands, implementation, **params):
+        if implementation == "xla":
+            return reference(*operands, **params)
+        return kernels(*operands, implementation=implementation, **params)
+
+    return run
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -215,16 +223,24 @@ def _eager(primitive, params, *operands):
     return primitive.bind(*operands, **dict(params))
 
 
-def _register(primitive, abstract, transpose, implementation):
+def _register(primitive, abstract, transpose, reference, kernels):
     primitive.def_abstract_eval(abstract)
     primitive.def_impl(lambda *xs, **params: _eager(primitive, tuple(params.items()), *xs))
     ad.primitive_jvps[primitive] = functools.partial(_jvp, primitive)
     ad.primitive_transposes[primitive] = transpose
     batching.primitive_batchers[primitive] = functools.partial(_batch, primitive)
-    lowering = sharding.partitioned(primitive, _lower_locally(implementation))
-    mlir.register_lowering(primitive, lowering)
-    mlir.register_lowering(primitive, _with_warning(lowering), platform="cuda")
+    for platform, local in ((None, _portable(reference)), ("cuda", _on_cuda(reference, kernels))):
+        lowering = sharding.partitioned(primitive, _lower_locally(local))
+        mlir.register_lowering(primitive, lowering, platform=platform)
 
 
-_register(grouped_matmul_p, _matmul_abstract, _matmul_transpose, reference.grouped_matmul)
-_register(grouped_outer_p, _outer_abstract, _outer_transpose, reference.grouped_outer)
+_register(
+    grouped_matmul_p,
+    _matmul_abstract,
+    _matmul_transpose,
+    reference.grouped_matmul,
+    cuda.grouped_matmul,
+)
+_register(
+    grouped_outer_p, _outer_abstract, _outer_transpose, reference.grouped_outer, cuda.grouped_outer
+)

@@ -17,6 +17,8 @@ import math
 import jax.numpy as jnp
 from jax import lax
 
+from pearl_jax import tiling
+
 # Weights are read in pieces of this size: XLA copies what a loop multiplies, so pieces
 # bound the memory held, and one that fits the second-level cache is mostly faster.
 _PIECE_BYTES = 2**20
@@ -69,6 +71,7 @@ def grouped_matmul(
 
     bounds = group_bounds(group_sizes, group_offset, g, m)
     dtype = _multiply_dtype(lhs.dtype, rhs.dtype)
+    tile = tile or tiling.choose(m, g)
     row_tiles = _row_tiles(m, tile)
     lhs, rows_held = _pad_symbolic(lhs, m, row_tiles)
     piece = min(rhs_rows, max(_PIECE_BYTES // (rhs.shape[-1] * rhs.dtype.itemsize), 1))
@@ -147,6 +150,7 @@ def grouped_outer(
         return jnp.zeros(out_shape, out_dtype)
 
     bounds = group_bounds(group_sizes, group_offset, g, m)
+    tile = tile or tiling.choose(m, g)
     row_tiles = _row_tiles(m, tile)
 
     done = 0  # rows at the start of each group that `out` holds already

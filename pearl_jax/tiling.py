@@ -1,12 +1,17 @@
-"""Tile shapes as data: what a tile is, and which one a problem gets."""
+"""Tile shapes as data: what a tile is, which kernels exist, and which one a problem gets.
+
+Only the standard library is used here: the build reads this file too.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 
-# Rows of a tile. Below 8 the cost of a step is the read of the weights, so fewer
-# rows save nothing; above 128 a step is bound by arithmetic already.
+# Rows of a tile of the plain XLA loop. Below 8 the cost of a step is the read of the
+# weights, so fewer rows save nothing; above 128 a step is bound by arithmetic already.
 _MIN_ROWS, _MAX_ROWS = 8, 128
+
+K_TILE = 64  # elements of k of one stage: 128 bytes, one span of the shared memory swizzle
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,15 +19,98 @@ class TileConfig:
     """The tile by hand, for the ``tile`` argument of the public functions.
 
     Attributes:
-      m: rows of one tile. Each group is cut into tiles of this many rows; the last
-        one may be partly empty.
+      m: most rows of one work tile. Each group is cut into tiles of this many rows; the
+        last one may be partly empty. Plain XLA heeds only this one.
+      n: columns of one work tile of a kernel.
+      k: elements of k of one stage of weights, a multiple of 64.
+      cluster: how many neighbouring column tiles are worked on together, each by its own
+        multiprocessor, and share one copy of the rows.
     """
 
     m: int
+    n: int = 128
+    k: int = 128
+    cluster: int = 1
 
     def __post_init__(self):
-        if isinstance(self.m, bool) or not isinstance(self.m, int) or self.m < 1:
-            raise ValueError(f"TileConfig: m must be a positive int, got {self.m!r}")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"TileConfig: {field.name} must be a positive int, got {value!r}")
+
+    def __str__(self):
+        return f"{self.m}x{self.n}x{self.k}c{self.cluster}"
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelSpec:
+    """One compiled kernel of grouped_matmul; its name is its key in the library.
+
+    Attributes:
+      arch: compilation target, "sm_90a".
+      dtype: of lhs and rhs, "bfloat16" or "float16".
+      out_dtype: of the result, dtype itself or "float32".
+      transpose_rhs: rhs is (g, n, k), so k is contiguous; else (g, k, n), n contiguous.
+      wide: one request of the copy engine fetches a whole stage of weights. Needs
+        k % 64 == 0 with transpose_rhs, n % 64 == 0 without; else k % 8 == n % 8 == 0
+        is enough.
+      tile: the work tile.
+    """
+
+    arch: str
+    dtype: str
+    out_dtype: str
+    transpose_rhs: bool
+    wide: bool
+    tile: TileConfig
+
+    @property
+    def name(self):
+        layout = "gnk" if self.transpose_rhs else "gkn"
+        width = "wide" if self.wide else "plain"
+        return (
+            f"grouped_matmul_{self.arch}_{self.dtype}_{self.out_dtype}_{layout}_{width}"
+            f"_{self.tile}"
+        )
+
+
+_TILES = {
+    "sm_90a": (
+        TileConfig(32, 256),
+        TileConfig(32, 256, 64),
+        TileConfig(64, 256),
+        TileConfig(64, 256, 64),
+        TileConfig(128, 256, 64),
+        TileConfig(128, 256, 64, 2),
+        TileConfig(256, 128),
+        TileConfig(256, 128, 128, 2),
+        TileConfig(64, 128, 128, 2),
+    )
+}
+
+
+def kernels(arch) -> list[KernelSpec]:
+    """Every kernel that is compiled for arch."""
+    return [
+        KernelSpec(arch, dtype, out_dtype, transpose_rhs, wide, tile)
+        for dtype in ("bfloat16", "float16")
+        for out_dtype in (dtype, "float32")
+        for transpose_rhs in (False, True)
+        for wide in (True, False)
+        for tile in _TILES.get(arch, ())
+    ]
+
+
+def kernel(dtype, out_dtype, transpose_rhs, k, n, arch, tile) -> KernelSpec:
+    """The kernel for operands with these k and n, both multiples of 8."""
+    wide = (k if transpose_rhs else n) % K_TILE == 0
+    return KernelSpec(arch, dtype, out_dtype, transpose_rhs, wide, tile)
+
+
+def choose_kernel_tile(m, num_groups, n) -> TileConfig:
+    """The work tile for m rows in num_groups groups, by the mean rows of a group."""
+    mean = m / num_groups
+    return next((t for t in _TILES["sm_90a"] if mean <= t.m), _TILES["sm_90a"][-1])
 
 
 def choose(m, num_groups) -> TileConfig:

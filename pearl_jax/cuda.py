@@ -1,0 +1,144 @@
+"""The grouped matmul as a call of a compiled kernel, where there is one for it.
+
+What no kernel takes runs in plain XLA instead, and the log says so once, with the
+reason; asked for by implementation="cuda" it is an error.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pearl_jax import library, reference, tiling
+
+_log = logging.getLogger(__name__)
+
+_ALIGNMENT = 8  # elements: the copy engine wants rows of a multiple of 16 bytes
+
+# What is asked for by these is exactly what the kernels do: 16-bit products, which
+# float32 holds without rounding, added up in float32.
+_EXACT_PRESETS = {
+    "bfloat16": (lax.DotAlgorithmPreset.DEFAULT, lax.DotAlgorithmPreset.BF16_BF16_F32),
+    "float16": (lax.DotAlgorithmPreset.DEFAULT, lax.DotAlgorithmPreset.F16_F16_F32),
+}
+
+
+def grouped_matmul(lhs, rhs, group_sizes, group_offset, *, implementation, **params):
+    """As reference.grouped_matmul, on a CUDA device."""
+    reason = _obstacle(lhs, rhs, **params)
+    if reason is None:
+        return _call(lhs, rhs, group_sizes, group_offset, **params)
+    if implementation == "cuda":
+        raise ValueError(f"grouped_matmul: implementation='cuda' cannot run, {reason}")
+    log_once("grouped_matmul", reason)
+    return reference.grouped_matmul(lhs, rhs, group_sizes, group_offset, **params)
+
+
+def grouped_outer(*operands, implementation, **params):
+    """As reference.grouped_outer, on a CUDA device: it has no kernels."""
+    log_once("grouped_outer", "it has no kernels yet")
+    return reference.grouped_outer(*operands, **params)
+
+
+@functools.cache
+def log_once(op, reason):
+    """Says once that plain XLA runs on the GPU, and why."""
+    _log.warning("pearl_jax: %s runs in plain XLA on the GPU: %s", op, reason)
+
+
+def unsupported(lhs_dtype, rhs_dtype, out_dtype, precision):
+    """Why no kernel multiplies these dtypes, or None."""
+    name = lhs_dtype.name
+    if lhs_dtype != rhs_dtype or name not in _EXACT_PRESETS or out_dtype.itemsize > 4:
+        return (
+            f"its kernels take lhs and rhs both bfloat16 or both float16 and add up in float32, "
+            f"got {name} and {rhs_dtype.name} with a result of {out_dtype.name}"
+        )
+    exact = (lax.Precision, tuple, type(None))
+    if not isinstance(precision, exact) and precision not in _EXACT_PRESETS[name]:
+        return f"its kernels do not compute {name} with precision {precision}"
+    return None
+
+
+def _obstacle(lhs, rhs, *, transpose_rhs, precision, out_dtype, tile):
+    tiles = [spec.tile for spec in tiling.kernels("sm_90a")]
+    if tile is not None and tile not in tiles:
+        given = ", ".join(map(str, dict.fromkeys(tiles)))
+        return f"its kernels have the tiles {given}, got {tile}"
+    if not all(isinstance(d, int) for d in lhs.shape + rhs.shape):
+        return f"its kernels need constant shapes, got lhs {lhs.shape} and rhs {rhs.shape}"
+    return unsupported(lhs.dtype, rhs.dtype, out_dtype, precision) or library.unavailable()
+
+
+def _call(lhs, rhs, group_sizes, group_offset, *, transpose_rhs, precision, out_dtype, tile):
+    (m, k), g = lhs.shape[-2:], rhs.shape[-3]
+    n = rhs.shape[-2] if transpose_rhs else rhs.shape[-1]
+    batch = reference.batch_shape((lhs, 2), (rhs, 3), (group_sizes, 1), (group_offset, 0))
+    if 0 in (*batch, m, k, n, g):
+        return jnp.zeros((*batch, m, n), out_dtype)
+
+    pad_k, pad_n = -k % _ALIGNMENT, -n % _ALIGNMENT
+    if pad_k or pad_n:
+        log_padding(k, n)
+        lhs = _pad(lhs, 0, pad_k)
+        rhs = _pad(rhs, pad_n, pad_k) if transpose_rhs else _pad(rhs, pad_k, pad_n)
+
+    kernel_dtype = out_dtype if out_dtype == lhs.dtype else jnp.dtype(jnp.float32)
+    spec = functools.partial(
+        tiling.kernel, lhs.dtype.name, kernel_dtype.name, transpose_rhs, k + pad_k, n + pad_n
+    )
+    tile = tile or tiling.choose_kernel_tile(m, group_sizes.shape[-1], n)
+    operands = [
+        _flatten(x, core) for x, core in ((lhs, 2), (rhs, 3), (group_sizes, 1), (group_offset, 0))
+    ]
+    library.ensure_registered()
+    out = jax.ffi.ffi_call(
+        "pearl_jax.grouped_matmul",
+        jax.ShapeDtypeStruct((_product(batch), m, n + pad_n), kernel_dtype),
+    )(
+        *operands,
+        _batch_index(batch, (lhs, 2), (rhs, 3), (group_sizes, 1), (group_offset, 0)),
+        kernels={"sm_90": spec("sm_90a", tile).name, "sm_100": ""},
+    )
+    return out[..., :n].reshape(*batch, m, n).astype(out_dtype)
+
+
+@functools.cache
+def log_padding(k, n):
+    _log.warning(
+        "pearl_jax: grouped_matmul copies its operands on the GPU: k and n must be multiples of %d "
+        "to be read in place, got k = %d and n = %d",
+        _ALIGNMENT,
+        k,
+        n,
+    )
+
+
+def _pad(x, rows, columns):
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, rows), (0, columns)])
+
+
+def _product(shape):
+    return functools.reduce(lambda a, b: a * b, shape, 1)
+
+
+def _flatten(x, core):
+    """All batch axes as one."""
+    batch = x.shape[: x.ndim - core]
+    return x.reshape(_product(batch), *x.shape[x.ndim - core :])
+
+
+def _batch_index(batch, *operands):
+    """(number of batches, operands) int32: which flat batch of an operand a flat batch takes."""
+
+    def index(x, core):
+        own = x.shape[: x.ndim - core]
+        own = (1,) * (len(batch) - len(own)) + own
+        flat = jnp.arange(_product(own), dtype=jnp.int32).reshape(own)
+        return jnp.broadcast_to(flat, batch).reshape(-1)
+
+    return jnp.stack([index(x, core) for x, core in operands], axis=-1)

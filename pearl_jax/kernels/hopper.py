@@ -1,0 +1,445 @@
+"""The grouped matmul for sm_90a."""
+
+from __future__ import annotations
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float16, Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.nvgpu.common import OperandMajorMode
+from cutlass.cute.runtime import make_ptr
+from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
+
+from pearl_jax.kernels import epilogue, forms
+from pearl_jax.kernels.pipeline import Ring
+from pearl_jax.kernels.scheduler import Scheduler
+from pearl_jax.tiling import K_TILE, KernelSpec
+
+_DTYPES = {"bfloat16": BFloat16, "float16": Float16, "float32": Float32}
+
+_SMEM_BYTES = 227 * 1024  # what one CTA of sm_90 may use
+_BARRIER_BYTES = 1024  # kept for the barriers and for alignment
+
+_WARPGROUP = 128
+_CONSUMERS = 2  # warpgroups
+# Registers of a thread: the CTA has 65536, and the consumers' share must not exceed what
+# the producers give back, or the increase waits for ever.
+_PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232
+assert _WARPGROUP * (_PRODUCER_REGISTERS + _CONSUMERS * _CONSUMER_REGISTERS) <= 65536
+
+# Token extents of the tensor core instruction; a work tile takes the least that covers
+# its rows. Multiples of the 16 tokens that one round of stores covers.
+_EXTENTS = (16, 32, 48, 64, 96, 128, 192, 256)
+
+
+class HopperGroupedMatmul:
+    """out rows of group i = lhs rows of group i times rhs[i], as a persistent kernel.
+
+    A work tile is up to tile.m rows ("tokens") of one group by tile.n columns. Weights
+    are the M operand of wgmma, tokens the N operand, and each work tile picks the
+    instruction's N by its rows.
+
+    Warps (384 threads, one CTA on each SM):
+      warp 0      copies weights: stages of (tile.n, two K tiles)
+      warp 1      copies tokens: stages of (tile.m, one K tile), only the rows there are
+      warps 2, 3  write zeros to the rows that no group of rhs owns
+      warps 4-11  two consumer warpgroups, tile.n / 2 columns each
+
+    Rings:
+      weights  full: 1 arrival + bytes of the stage    empty: 8 (consumer warps)
+      tokens   full: 1 arrival + bytes of the boxes    empty: 8
+
+    Timeline of a work tile: both producers walk on as far as their rings have room, past
+    the end of the tile and into the next ones. A consumer waits for the two stages of
+    a K tile, issues its wgmmas, and when those of the K tile before have finished
+    releases that one's stages, so one K tile is always in flight. After the last one it
+    stores its accumulators from registers, while the rings fill for the next tile; the
+    two warpgroups do not wait for each other, so one can store while the other multiplies.
+    """
+
+    def __init__(self, spec: KernelSpec):
+        self.spec, self.tile = spec, spec.tile
+        self.dtype, self.out_dtype = _DTYPES[spec.dtype], _DTYPES[spec.out_dtype]
+        self.extents = [e for e in _EXTENTS if e <= spec.tile.m]
+        assert self.extents[-1] == spec.tile.m and spec.tile.n % _WARPGROUP == 0
+
+        size = self.dtype.width // 8
+        self.box_rows = max(16, spec.tile.m // 4)  # tokens of one request of the copy engine
+        self.weights_bytes = spec.tile.n * spec.tile.k * size
+        self.box_bytes = self.box_rows * K_TILE * size
+        self.weights_stages, self.tokens_stages = self._stages(spec.tile.m * K_TILE * size)
+
+    def _stages(self, tokens_bytes):
+        """As many stages of weights as leave room for the tokens of at least 4 K tiles."""
+        budget = _SMEM_BYTES - _BARRIER_BYTES
+        weights = (budget - 4 * tokens_bytes) // self.weights_bytes
+        return weights, min((budget - weights * self.weights_bytes) // tokens_bytes, 16)
+
+    @cute.jit
+    def __call__(
+        self,
+        lhs: cute.Pointer,
+        rhs: cute.Pointer,
+        group_sizes: cute.Pointer,
+        group_offset: cute.Pointer,
+        batch_index: cute.Pointer,
+        out: cute.Pointer,
+        m: Int32,
+        n: Int32,
+        k: Int32,
+        num_groups: Int32,
+        num_sizes: Int32,
+        num_batches: Int32,
+        lhs_batches: Int32,
+        rhs_batches: Int32,
+        num_sms: Int32,
+        stream: cuda.CUstream,
+    ):
+        weights, weights_tiler = forms.weights_tensor(
+            self.spec, rhs, n, k, rhs_batches * num_groups
+        )
+        weights_smem = forms.weights_smem_layout(self.spec, self.dtype, self.weights_stages)
+        weights_atom, weights_tma = cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileG2SOp(),
+            weights,
+            cute.slice_(weights_smem, (None, None, 0)),
+            weights_tiler,
+        )
+
+        tokens = cute.make_tensor(
+            lhs, cute.make_layout((lhs_batches * m, k), stride=(Int64(k), 1))
+        )
+        tokens_smem = cute.tile_to_shape(
+            warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype),
+            (self.box_rows, K_TILE, self.tile.m // self.box_rows, self.tokens_stages),
+            order=(0, 1, 2, 3),
+        )
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        if cutlass.const_expr(self.tile.cluster > 1):
+            load = cpasync.CopyBulkTensorTileG2SMulticastOp()
+        tokens_atom, tokens_tma = cpasync.make_tiled_tma_atom(
+            load,
+            tokens,
+            cute.slice_(tokens_smem, (None, None, 0, 0)),
+            (self.box_rows, K_TILE),
+            self.tile.cluster,
+        )
+        self.kernel(
+            weights_atom,
+            weights_tma,
+            weights_smem,
+            weights_tiler,
+            tokens_atom,
+            tokens_tma,
+            tokens_smem,
+            group_sizes,
+            group_offset,
+            batch_index,
+            out,
+            m,
+            n,
+            k,
+            num_groups,
+            num_sizes,
+            num_batches,
+        ).launch(
+            grid=[num_sms // self.tile.cluster * self.tile.cluster, 1, 1],
+            cluster=[self.tile.cluster, 1, 1],
+            block=[(1 + _CONSUMERS) * _WARPGROUP, 1, 1],
+            min_blocks_per_mp=1,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        weights_atom: cute.CopyAtom,
+        weights: cute.Tensor,
+        weights_smem: cute.ComposedLayout,
+        weights_tiler: cutlass.Constexpr,
+        tokens_atom: cute.CopyAtom,
+        tokens: cute.Tensor,
+        tokens_smem: cute.ComposedLayout,
+        group_sizes: cute.Pointer,
+        group_offset: cute.Pointer,
+        batch_index: cute.Pointer,
+        out: cute.Pointer,
+        m: Int32,
+        n: Int32,
+        k: Int32,
+        num_groups: Int32,
+        num_sizes: Int32,
+        num_batches: Int32,
+    ):
+        @cute.struct
+        class Storage:
+            barriers: cute.struct.MemRange[
+                cutlass.Int64, 2 * (self.weights_stages + self.tokens_stages)
+            ]
+            weights: cute.struct.Align[
+                cute.struct.MemRange[self.dtype, cute.cosize(weights_smem)], 1024
+            ]
+            tokens: cute.struct.Align[
+                cute.struct.MemRange[self.dtype, cute.cosize(tokens_smem)], 1024
+            ]
+
+        storage = cutlass.memory.SmemAllocator().allocate(Storage)
+        barriers = storage.barriers.data_ptr()
+        weights_ring = Ring(barriers, self.weights_stages)
+        tokens_ring = Ring(
+            barriers + 2 * self.weights_stages, self.tokens_stages, self.tile.cluster
+        )
+        weights_stage = storage.weights.get_tensor(weights_smem.outer, swizzle=weights_smem.inner)
+        tokens_stage = storage.tokens.get_tensor(tokens_smem.outer, swizzle=tokens_smem.inner)
+
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == 0:
+            cpasync.prefetch_descriptor(weights_atom)
+            cpasync.prefetch_descriptor(tokens_atom)
+            with cute.arch.elect_one():
+                weights_ring.init(_CONSUMERS * 4)
+                tokens_ring.init(_CONSUMERS * 4)
+            cute.arch.mbarrier_init_fence()
+        if cutlass.const_expr(self.tile.cluster > 1):
+            cute.arch.cluster_arrive_relaxed()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
+
+        scheduler = Scheduler(
+            group_sizes, group_offset, batch_index, m, n, num_groups, num_sizes, num_batches,
+            self.tile,
+        )
+        k_tiles = cute.ceil_div(k, K_TILE)
+
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(_PRODUCER_REGISTERS)
+            if warp == 0:
+                self.copy_weights(
+                    scheduler, weights_ring, weights_atom, weights, weights_tiler, weights_stage, k_tiles
+                )
+            elif warp == 1:
+                self.copy_tokens(
+                    scheduler, tokens_ring, tokens_atom, tokens, tokens_stage, m, k_tiles
+                )
+            else:
+                self.write_zeros(scheduler, out, m, n, warp - 2)
+        else:
+            cute.arch.setmaxregister_increase(_CONSUMER_REGISTERS)
+            self.multiply(
+                scheduler, weights_ring, tokens_ring, weights_stage, tokens_stage, out, m, n, k_tiles
+            )
+
+    @cute.jit
+    def copy_weights(self, scheduler, ring, atom, weights, tiler, stage, k_tiles):
+        num_stages = cute.ceil_div(k_tiles, self.tile.k // K_TILE)
+        # (box, column tile, stage of k, group)
+        tiles = cute.local_tile(weights, tiler, (None, None, None))
+        smem, gmem = cpasync.tma_partition(
+            atom, 0, cute.make_layout(1), cute.group_modes(stage, 0, 2), cute.group_modes(tiles, 0, 2)
+        )
+        state = ring.producer_state()
+        index = scheduler.first_tile()
+        chunk, work = scheduler.find(scheduler.start(), index)
+        while work.valid:
+            column_tile = work.column // self.tile.n
+            for i in range(num_stages):
+                ring.acquire(state, self.weights_bytes)
+                cute.copy(
+                    atom,
+                    gmem[None, column_tile, i, work.group],
+                    smem[None, state.index],
+                    tma_bar_ptr=ring.full_barrier(state),
+                )
+                state.advance()
+            index += scheduler.tile_step()
+            chunk, work = scheduler.find(chunk, index)
+        ring.drain(state)
+
+    @cute.jit
+    def copy_tokens(self, scheduler, ring, atom, tokens, stage, m, k_tiles):
+        multicast = {}
+        if cutlass.const_expr(self.tile.cluster > 1):
+            multicast["mcast_mask"] = cutlass.Int16((1 << self.tile.cluster) - 1)
+        state = ring.producer_state()
+        index = scheduler.first_tile()
+        chunk, work = scheduler.find(scheduler.start(), index)
+        while work.valid:
+            first = work.lhs_batch * m + work.row
+            # (box, box of rows, K tile)
+            boxes = cute.local_tile(
+                cute.domain_offset((first, 0), tokens), (self.box_rows, K_TILE), (None, None)
+            )
+            smem, gmem = cpasync.tma_partition(
+                atom,
+                0,
+                cute.make_layout(1),
+                cute.group_modes(stage, 0, 2),
+                cute.group_modes(boxes, 0, 2),
+            )
+            num_boxes = cute.ceil_div(work.rows, self.box_rows)
+            for i in range(k_tiles):
+                ring.acquire(state, num_boxes * self.box_bytes)
+                # The CTAs of a cluster take turns; what one copies lands in all of them.
+                for box in range(scheduler.rank(), num_boxes, self.tile.cluster):
+                    cute.copy(
+                        atom,
+                        gmem[None, box, i],
+                        smem[None, box, state.index],
+                        tma_bar_ptr=ring.full_barrier(state),
+                        **multicast,
+                    )
+                state.advance()
+            index += scheduler.tile_step()
+            chunk, work = scheduler.find(chunk, index)
+        ring.drain(state)
+
+    @cute.jit
+    def write_zeros(self, scheduler, out, m, n, warp):
+        row_bytes = n * (self.out_dtype.width // 8)
+        step = 2 * cute.arch.grid_dim()[0]
+        first = 2 * cute.arch.block_idx()[0] + warp
+        for batch in range(scheduler.num_batches):
+            bounds = scheduler.bounds(batch)
+            # Row i of those without a group: the owned rows in the middle are left out.
+            i = first
+            while i < m - (bounds.last - bounds.first):
+                row = i if i < bounds.first else i + (bounds.last - bounds.first)
+                epilogue.store_zero_row(out, row_bytes, Int64(batch) * m + row)
+                i += step
+
+    @cute.jit
+    def multiply(
+        self, scheduler, weights_ring, tokens_ring, weights_stage, tokens_stage, out, m, n, k_tiles
+    ):
+        weights_state = weights_ring.consumer_state()
+        tokens_state = tokens_ring.consumer_state()
+        index = scheduler.first_tile()
+        chunk, work = scheduler.find(scheduler.start(), index)
+        while work.valid:
+            for i in cutlass.range_constexpr(len(self.extents)):
+                least = self.extents[i - 1] if i else 0
+                if work.rows > least and work.rows <= self.extents[i]:
+                    weights_state, tokens_state = self.multiply_tile(
+                        self.extents[i],
+                        work,
+                        weights_ring,
+                        tokens_ring,
+                        weights_stage,
+                        tokens_stage,
+                        weights_state,
+                        tokens_state,
+                        out,
+                        m,
+                        n,
+                        k_tiles,
+                    )
+            index += scheduler.tile_step()
+            chunk, work = scheduler.find(chunk, index)
+
+    @cute.jit
+    def multiply_tile(
+        self,
+        extent: cutlass.Constexpr[int],
+        work,
+        weights_ring,
+        tokens_ring,
+        weights_stage,
+        tokens_stage,
+        weights_state,
+        tokens_state,
+        out,
+        m,
+        n,
+        k_tiles,
+    ):
+        thread = cute.arch.thread_idx()[0] - _WARPGROUP
+        mma = make_trivial_tiled_mma(
+            self.dtype,
+            self.dtype,
+            forms.weights_major(self.spec),
+            OperandMajorMode.K,
+            Float32,
+            (_CONSUMERS, 1, 1),
+            (64, extent),
+        )
+        warpgroup_mma = mma.get_slice(cute.arch.make_warp_uniform(thread // _WARPGROUP) * _WARPGROUP)
+        a = mma.make_fragment_A(warpgroup_mma.partition_A(weights_stage))
+        b = mma.make_fragment_B(warpgroup_mma.partition_B(self.tokens_operand(tokens_stage, extent)))
+        accumulators = cute.make_rmem_tensor(
+            mma.partition_shape_C((self.tile.n, extent)), Float32
+        )
+        accumulators.fill(0.0)
+        mma.set(warpgroup.Field.ACCUMULATE, True)
+        warpgroup.fence()
+        steps = K_TILE // 16  # instructions along a K tile
+        k_ratio = self.tile.k // K_TILE  # K tiles of a stage of weights
+
+        weights_done, tokens_done = weights_state.clone(), tokens_state.clone()
+        for i in range(k_tiles):
+            weights_ring.wait(weights_state)
+            tokens_ring.wait(tokens_state)
+            for step in cutlass.range_constexpr(steps):
+                cute.gemm(
+                    mma,
+                    accumulators,
+                    a[None, None, i % k_ratio * steps + step, weights_state.index],
+                    b[None, None, step, tokens_state.index],
+                    accumulators,
+                )
+            warpgroup.commit_group()
+            warpgroup.wait_group(1)
+            # Done with K tile i - 1: with its tokens, and if it was their last with its weights.
+            if i > 0:
+                tokens_ring.release(tokens_done)
+                tokens_done.advance()
+                if i % k_ratio == 0:
+                    weights_ring.release(weights_done)
+                    weights_done.advance()
+            tokens_state.advance()
+            if i % k_ratio == k_ratio - 1:
+                weights_state.advance()
+        warpgroup.wait_group(0)
+        tokens_ring.release(tokens_done)
+        weights_ring.release(weights_done)
+        if k_tiles % k_ratio != 0:
+            weights_state.advance()
+
+        warp = cute.arch.make_warp_uniform(thread // 32)
+        epilogue.store_accumulators(
+            self.out_dtype,
+            accumulators,
+            out,
+            Int64(work.out_batch) * m + work.row,
+            work.rows,
+            lambda block: work.column + block * _WARPGROUP + warp * 16,
+            n,
+        )
+        return weights_state, tokens_state
+
+    def tokens_operand(self, stage, extent):
+        """The first extent tokens of each stage, (extent, K_TILE, stages)."""
+        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
+        layout = cute.tile_to_shape(atom, (extent, K_TILE), order=(0, 1))
+        stages = cute.make_layout(self.tokens_stages, stride=self.tile.m * K_TILE)
+        return cute.make_tensor(stage.iterator, cute.append(layout.outer, stages))
+
+
+def compile_kernel(spec: KernelSpec):
+    """The compiled kernel, to be exported as an object file."""
+    dtype, out_dtype = _DTYPES[spec.dtype], _DTYPES[spec.out_dtype]
+
+    def pointer(dtype, align):
+        return make_ptr(dtype, 0, cute.AddressSpace.gmem, assumed_align=align)
+
+    return cute.compile(
+        HopperGroupedMatmul(spec),
+        pointer(dtype, 16),
+        pointer(dtype, 16),
+        *(pointer(Int32, 4) for _ in range(3)),
+        pointer(out_dtype, 16),
+        *(Int32(1) for _ in range(9)),
+        cuda.CUstream(0),
+        options=f"--gpu-arch {spec.arch}",
+    )
