@@ -1,0 +1,62 @@
+// Matrix operands in shared memory, and the product.
+#pragma once
+#include <vector>
+
+#include "machine.h"
+
+namespace emu {
+
+// A shared-memory matrix descriptor, wgmma's or tcgen05's.
+struct MatrixDescriptor {
+  u32 start, leading, stride;  // bytes
+  u32 span;                    // swizzle span in bytes; 16: none
+};
+
+MatrixDescriptor decode_wgmma_descriptor(u64 bits);
+MatrixDescriptor decode_tcgen05_descriptor(u64 bits);
+
+// 32 bytes along K of `rows` rows (of M or N) in shared memory.
+struct MatrixSource {
+  Cta* cta;
+  MatrixDescriptor d;
+  u32 rows;
+  bool mn_major;
+  Type type;
+};
+
+u32 element_bytes(Type t);
+float element_value(Type t, const u8* bytes);
+
+// Calls f(offset in the CTA, row, k) for each 16-byte chunk; f gets the first row and k of it.
+template <class F>
+void each_chunk(const MatrixSource& s, F f) {
+  const MatrixDescriptor& d = s.d;
+  u32 e = element_bytes(s.type), per_chunk = 16 / e, deep = 32 / e;
+  if (!s.mn_major) {
+    for (u32 r = 0; r < s.rows; r++) {
+      for (u32 c = 0; c < 2; c++) {
+        u32 at = d.span == 16 ? d.start + r / 8 * d.stride + c * d.leading + r % 8 * 16
+                              : d.start + r / 8 * d.stride + r % 8 * d.span + c * 16;
+        f(swizzle_address(at, d.span), r, c * per_chunk);
+      }
+    }
+  } else {
+    u32 wide = d.span / e;
+    for (u32 k = 0; k < deep; k++) {
+      for (u32 r = 0; r < s.rows; r += per_chunk) {
+        u32 at = d.start + k % 8 * d.span + r % wide * e;
+        at += d.span == 16 ? r / wide * d.stride + k / 8 * d.leading
+                           : r / wide * d.leading + k / 8 * d.stride;
+        f(swizzle_address(at, d.span), r, k);
+      }
+    }
+  }
+}
+
+// The source as float32: out[row * stride + k], or out[k * stride + row] when `transposed`.
+void read_matrix(const MatrixSource& s, bool transposed, u32 stride, float* out);
+
+// One more block of 32 bytes along K: d[m][n] += a[m][k] b[k][n], with the tensor core's rounding.
+void multiply_accumulate(float* d, const float* a, const float* b, u32 n, u32 k);
+
+}  // namespace emu
