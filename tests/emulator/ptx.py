@@ -49,19 +49,14 @@ class Scope:
         """The scope that declares a register, and its type; None where it is no register."""
         if found := self.find("registers", name):
             return found
-        match = re.fullmatch(r"(.*?)(\d+)", name)
-        while match:
-            if found := self.find("families", match[1]):
+        # %r12 of the family %r; the family's own name may end in digits.
+        for length in range(len(name) - 1, 0, -1):
+            if not name[length:].isdecimal():
+                return None
+            if found := self.find("families", name[:length]):
                 scope, (kind, count) = found
-                if int(match[2]) < count:
+                if int(name[length:]) < count:
                     return scope, kind
-            # %r1 of the family %r, or of a family whose own name ends in digits.
-            longer = re.fullmatch(r"(.*?\d)(\d+)", name)
-            match = (
-                longer
-                if longer and longer[1] != match[1] and len(longer[1]) > len(match[1])
-                else None
-            )
         return None
 
 
@@ -116,106 +111,89 @@ def split_operands(text: str) -> tuple[str, ...]:
 
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+_DIRECTIVE = re.compile(r"\.(version|target|address_size|file)\b([^\n]*)")
+_SECTION = re.compile(r"\.section\b[^{]*\{[^}]*\}")
+_ENTRY = re.compile(
+    r"(?:\.(?:visible|weak)\s+)?\.entry\s+([\w$]+)\s*(?:\((.*?)\))?([^{(]*)", re.DOTALL
+)
 _VARIABLE = re.compile(
     r"(?:\.(?:visible|extern|weak|common)\s+)*\.(shared|global|const|local|param)\s+"
-    r"(?:\.align\s+(\d+)\s+)?(?:\.attribute\([^)]*\)\s+)?\.(\w+)\s+([\w$%]+)\s*"
+    r"(?:\.align\s+(\d+)\s+)?(?:\.attribute\([^)]*\)\s+)?\.(\w+)\s+"
+    r"(?:\.ptr(?:\s+\.\w+)?(?:\s+\.align\s+\d+)?\s+)?([\w$%]+)\s*"
     r"((?:\[\d*\])*)\s*(?:=\s*(.*))?$",
     re.DOTALL,
 )
-_LABEL = re.compile(r"\s*([A-Za-z_$][\w$]*)\s*:(?!:)")
+_LABEL = re.compile(r"([A-Za-z_$][\w$]*)\s*:(?!:)")
 _INSTRUCTION = re.compile(r"(?:@(!?[\w%$]+)\s+)?([a-z][\w.:]*)\s*(.*)$", re.DOTALL)
 
 
 class _Parser:
     def __init__(self, text: str):
-        blank = lambda match: re.sub(r"[^\n]", " ", match[0])
-        self.text = _COMMENT.sub(blank, text)
+        # Comments become blanks, so that lines keep their numbers.
+        self.text = _COMMENT.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), text)
         self.at = 0
-        self.line = 1
+
+    @property
+    def line(self) -> int:
+        return self.text.count("\n", 0, self.at) + 1
+
+    def match(self, pattern: re.Pattern) -> re.Match | None:
+        match = pattern.match(self.text, self.at)
+        if match:
+            self.at = match.end()
+        return match
+
+    def skip_blanks(self) -> str:
+        """The next character that is no blank, or "" at the end."""
+        while self.at < len(self.text) and self.text[self.at].isspace():
+            self.at += 1
+        return self.text[self.at : self.at + 1]
+
+    def statement_text(self) -> str:
+        """The text up to the next semicolon."""
+        end = self.text.find(";", self.at)
+        if end < 0:
+            raise PtxError(f"line {self.line}: no end of {self.text[self.at : self.at + 60]!r}")
+        text = self.text[self.at : end].strip()
+        self.at = end + 1
+        return text
 
     def module(self) -> Module:
         module = Module({}, [], "")
-        while token := self.until(";{\n", keep="{"):
-            head = token.strip()
-            if not head:
-                continue
-            if ".entry" in head.split("{")[0] or head.startswith(".entry"):
-                kernel = self.kernel(head)
-                module.kernels[kernel.name] = kernel
-            elif match := re.match(r"\.(version|target|address_size|file|section)\b\s*(.*)", head):
+        while self.skip_blanks():
+            if match := self.match(_DIRECTIVE):
                 if match[1] == "target":
                     module.target = match[2].strip()
-                elif match[1] == "section":
-                    self.skip_block()
-            elif _VARIABLE.match(head):
-                module.variables.append(self.variable(head, more=True))
-            elif re.match(r"\.(visible|extern|weak)\b", head) and ".func" not in head:
-                # A declaration that goes on on the next line.
-                self.prepend(head)
-            else:
-                raise PtxError(f"line {self.line}: cannot read {head[:80]!r}")
+            elif match := self.match(_ENTRY):
+                kernel = self.kernel(match)
+                module.kernels[kernel.name] = kernel
+            elif not self.match(_SECTION):
+                module.variables.append(self.variable(self.statement_text()))
         return module
 
-    def prepend(self, head: str) -> None:
-        rest = self.until(";{\n", keep="{")
-        self.at -= len(rest)
-        self.text = self.text[: self.at] + head + " " + self.text[self.at :]
-
-    def until(self, stops: str, keep: str = "") -> str:
-        """The text up to one of `stops`, which is passed over unless it is in `keep`."""
-        start = self.at
-        while self.at < len(self.text) and self.text[self.at] not in stops:
-            self.at += 1
-        token = self.text[start : self.at]
-        if self.at < len(self.text) and self.text[self.at] not in keep:
-            token += self.text[self.at]
-            self.at += 1
-        self.line += token.count("\n")
-        return token.rstrip(stops.replace(keep, "")) or ("" if self.at >= len(self.text) else " ")
-
-    def skip_block(self) -> None:
-        while self.at < len(self.text) and self.text[self.at] != "}":
-            self.line += self.text[self.at] == "\n"
-            self.at += 1
-        self.at += 1
-
-    def variable(self, head: str, more: bool = False) -> Variable:
-        match = _VARIABLE.match(head.strip())
+    def variable(self, text: str) -> Variable:
+        match = _VARIABLE.match(text.strip())
         if not match:
-            raise PtxError(f"line {self.line}: cannot read the variable {head.strip()[:80]!r}")
+            raise PtxError(f"line {self.line}: cannot read {text.strip()[:80]!r}")
         space, align, kind, name, dims, init = match.groups()
-        if more and init is not None and init.strip() == "":
-            raise PtxError(f"line {self.line}: variable {name} has no initial value")
-        size = TYPE_BYTES[kind]
+        width = TYPE_BYTES[kind]
+        size = width
         for dim in re.findall(r"\[(\d*)\]", dims):
             size *= int(dim or 0)
         content = None
         if init:
             values = [int(v, 0) for v in re.findall(r"-?\w+", init)]
-            width = TYPE_BYTES[kind]
             content = b"".join((v % (1 << 8 * width)).to_bytes(width, "little") for v in values)
-        return Variable(name, space, size, int(align or TYPE_BYTES[kind]), content)
+        return Variable(name, space, size, int(align or width), content)
 
-    def kernel(self, head: str) -> Kernel:
-        while "{" not in head and (self.at < len(self.text) and self.text[self.at] != "{"):
-            head += " " + self.until("{", keep="{")
-        name = re.search(r"\.entry\s+([\w$]+)", head)[1]
-        params = []
-        if match := re.search(r"\((.*)\)", head.replace("\n", " "), re.DOTALL):
-            params = [self.variable(p) for p in split_operands(match[1])]
-        kernel = Kernel(name, params)
-        if match := re.search(r"\.reqntid\s+([\d, ]+)", head):
+    def kernel(self, head: re.Match) -> Kernel:
+        name, params, directives = head.groups()
+        kernel = Kernel(name, [self.variable(p) for p in split_operands(params or "")])
+        if match := re.search(r"\.reqntid\s+([\d, ]+)", directives):
             kernel.reqntid = tuple(int(v) for v in match[1].split(","))
-        self.body(kernel)
-        return kernel
-
-    def body(self, kernel: Kernel) -> None:
         scope = None
         while True:
-            while self.at < len(self.text) and self.text[self.at].isspace():
-                self.line += self.text[self.at] == "\n"
-                self.at += 1
-            char = self.text[self.at]
+            char = self.skip_blanks()
             if char == "{":
                 scope = Scope(scope)
                 self.at += 1
@@ -223,17 +201,12 @@ class _Parser:
                 scope = scope.parent
                 self.at += 1
                 if scope is None:
-                    return
-            elif match := _LABEL.match(self.text, self.at):
+                    return kernel
+            elif match := self.match(_LABEL):
                 scope.labels[match[1]] = len(kernel.statements)
-                self.at = match.end()
             else:
                 line = self.line
-                end = self.text.index(";", self.at)
-                statement = self.text[self.at : end]
-                self.line += statement.count("\n")
-                self.at = end + 1
-                self.statement(kernel, scope, line, statement.strip())
+                self.statement(kernel, scope, line, self.statement_text())
 
     def statement(self, kernel: Kernel, scope: Scope, line: int, text: str) -> None:
         if text.startswith(".reg"):

@@ -11,7 +11,6 @@ namespace emu {
 
 namespace {
 
-
 // Lane values of one operand, as T. Narrow integers live in the low bits of a 32-bit lane.
 template <class T>
 T get(const u8* row, u32 bits, int lane) {
@@ -80,15 +79,36 @@ struct Lanes {
 template <class F>
 bool with_integer(Type t, F f) {
   switch (t) {
-    case Type::B8: case Type::U8: f(u8{}); return true;
-    case Type::B16: case Type::U16: f(u16{}); return true;
-    case Type::B32: case Type::U32: f(u32{}); return true;
-    case Type::B64: case Type::U64: f(u64{}); return true;
-    case Type::S8: f(int8_t{}); return true;
-    case Type::S16: f(int16_t{}); return true;
-    case Type::S32: f(i32{}); return true;
-    case Type::S64: f(i64{}); return true;
-    default: return false;
+    case Type::B8:
+    case Type::U8:
+      f(u8{});
+      return true;
+    case Type::B16:
+    case Type::U16:
+      f(u16{});
+      return true;
+    case Type::B32:
+    case Type::U32:
+      f(u32{});
+      return true;
+    case Type::B64:
+    case Type::U64:
+      f(u64{});
+      return true;
+    case Type::S8:
+      f(int8_t{});
+      return true;
+    case Type::S16:
+      f(int16_t{});
+      return true;
+    case Type::S32:
+      f(i32{});
+      return true;
+    case Type::S64:
+      f(i64{});
+      return true;
+    default:
+      return false;
   }
 }
 
@@ -103,10 +123,22 @@ T high_product(T a, T b) {
 }
 
 // Twice-as-wide type.
-template <class T> struct Wider { using type = u64; };
-template <> struct Wider<u16> { using type = u32; };
-template <> struct Wider<int16_t> { using type = i32; };
-template <> struct Wider<i32> { using type = i64; };
+template <class T>
+struct Wider {
+  using type = u64;
+};
+template <>
+struct Wider<u16> {
+  using type = u32;
+};
+template <>
+struct Wider<int16_t> {
+  using type = i32;
+};
+template <>
+struct Wider<i32> {
+  using type = i64;
+};
 
 void integer(const Lanes& x, Type type) {
   const Instr& in = x.in;
@@ -119,25 +151,40 @@ void integer(const Lanes& x, Type type) {
       case Op::ADD:
         if (in.mod[0]) unknown(in, "saturating add");
         return x.map<T>([](T a, T b) { return T(U(a) + U(b)); });
-      case Op::SUB: return x.map<T>([](T a, T b) { return T(U(a) - U(b)); });
-      case Op::MUL: return x.map<T>([](T a, T b) { return T(u64(a) * u64(b)); });
-      case Op::MUL_HI: return x.map<T>([](T a, T b) { return high_product(a, b); });
-      case Op::MUL_WIDE: return x.map<T, W>([](T a, T b) { return W(W(a) * W(b)); });
-      case Op::MAD: return x.map<T>([](T a, T b, T c) { return T(u64(a) * u64(b) + u64(c)); });
+      case Op::SUB:
+        return x.map<T>([](T a, T b) { return T(U(a) - U(b)); });
+      case Op::MUL:
+        return x.map<T>([](T a, T b) { return T(u64(a) * u64(b)); });
+      case Op::MUL_HI:
+        return x.map<T>([](T a, T b) { return high_product(a, b); });
+      case Op::MUL_WIDE:
+        return x.map<T, W>([](T a, T b) { return W(W(a) * W(b)); });
+      case Op::MAD:
+        return x.map<T>([](T a, T b, T c) { return T(u64(a) * u64(b) + u64(c)); });
       case Op::MAD_HI:
         return x.map<T>([](T a, T b, T c) { return T(U(high_product(a, b)) + U(c)); });
       case Op::MAD_WIDE:
         return x.map<T, W>([](T a, T b, W c) { return W(u64(W(a) * W(b)) + u64(c)); });
-      case Op::DIV: return x.map<T>([](T a, T b) { return b ? T(a / b) : T(-1); });
-      case Op::REM: return x.map<T>([](T a, T b) { return b ? T(a % b) : a; });
-      case Op::MIN: return x.map<T>([](T a, T b) { return std::min(a, b); });
-      case Op::MAX: return x.map<T>([](T a, T b) { return std::max(a, b); });
-      case Op::NEG: return x.map<T>([](T a) { return T(-U(a)); });
-      case Op::ABS: return x.map<T>([](T a) { return T(a < T(0) ? T(-U(a)) : a); });
-      case Op::AND: return x.map<T>([](T a, T b) { return T(a & b); });
-      case Op::OR: return x.map<T>([](T a, T b) { return T(a | b); });
-      case Op::XOR: return x.map<T>([](T a, T b) { return T(a ^ b); });
-      case Op::NOT: return x.map<T>([](T a) { return T(~a); });
+      case Op::DIV:
+        return x.map<T>([](T a, T b) { return b ? T(a / b) : T(-1); });
+      case Op::REM:
+        return x.map<T>([](T a, T b) { return b ? T(a % b) : a; });
+      case Op::MIN:
+        return x.map<T>([](T a, T b) { return std::min(a, b); });
+      case Op::MAX:
+        return x.map<T>([](T a, T b) { return std::max(a, b); });
+      case Op::NEG:
+        return x.map<T>([](T a) { return T(-U(a)); });
+      case Op::ABS:
+        return x.map<T>([](T a) { return T(a < T(0) ? T(-U(a)) : a); });
+      case Op::AND:
+        return x.map<T>([](T a, T b) { return T(a & b); });
+      case Op::OR:
+        return x.map<T>([](T a, T b) { return T(a | b); });
+      case Op::XOR:
+        return x.map<T>([](T a, T b) { return T(a ^ b); });
+      case Op::NOT:
+        return x.map<T>([](T a) { return T(~a); });
       case Op::BREV:
         return x.map<T>([](T a) {
           U r = 0;
@@ -169,8 +216,10 @@ void integer(const Lanes& x, Type type) {
           u32 r = Op(in.op) == Op::POPC  ? std::popcount(v)
                   : Op(in.op) == Op::CLZ ? std::countl_zero(v)
                                          : kBits - 1 - std::countl_zero(v);
-          if (Op(in.op) == Op::BFIND && v == 0) r = ~0u;
-          else if (Op(in.op) == Op::BFIND && in.mod[0]) r = kBits - 1 - r;
+          if (Op(in.op) == Op::BFIND && v == 0)
+            r = ~0u;
+          else if (Op(in.op) == Op::BFIND && in.mod[0])
+            r = kBits - 1 - r;
           put<u32>(d, 32, l, r);
         });
       }
@@ -199,39 +248,62 @@ void integer(const Lanes& x, Type type) {
           put<T>(d, x.op(0).bits, l, T(r));
         });
       }
-      default: unknown(in, "integer operation");
+      default:
+        unknown(in, "integer operation");
     }
   });
   if (!done) unknown(in, "operation");
 }
 
 template <class T>
-T least(T a, T b) { return a != a ? b : b != b ? a : std::min(a, b); }
+T least(T a, T b) {
+  return a != a ? b : b != b ? a : std::min(a, b);
+}
 template <class T>
-T greatest(T a, T b) { return a != a ? b : b != b ? a : std::max(a, b); }
+T greatest(T a, T b) {
+  return a != a ? b : b != b ? a : std::max(a, b);
+}
 
 template <class T>
 void floating(const Lanes& x) {
   auto clamp = [sat = x.in.mod[0]](T v) { return sat ? greatest(T(0), least(T(1), v)) : v; };
   switch (Op(x.in.op)) {
-    case Op::ADD: return x.map<T>([&](T a, T b) { return clamp(a + b); });
-    case Op::SUB: return x.map<T>([&](T a, T b) { return clamp(a - b); });
-    case Op::MUL: return x.map<T>([&](T a, T b) { return clamp(a * b); });
-    case Op::DIV: return x.map<T>([](T a, T b) { return a / b; });
-    case Op::FMA: return x.map<T>([&](T a, T b, T c) { return clamp(std::fma(a, b, c)); });
-    case Op::MIN: return x.map<T>([](T a, T b) { return least(a, b); });
-    case Op::MAX: return x.map<T>([](T a, T b) { return greatest(a, b); });
-    case Op::NEG: return x.map<T>([](T a) { return -a; });
-    case Op::ABS: return x.map<T>([](T a) { return std::fabs(a); });
-    case Op::RCP: return x.map<T>([](T a) { return T(1) / a; });
-    case Op::SQRT: return x.map<T>([](T a) { return std::sqrt(a); });
-    case Op::RSQRT: return x.map<T>([](T a) { return T(1) / std::sqrt(a); });
-    case Op::EX2: return x.map<T>([](T a) { return std::exp2(a); });
-    case Op::LG2: return x.map<T>([](T a) { return std::log2(a); });
-    case Op::TANH: return x.map<T>([](T a) { return std::tanh(a); });
-    case Op::SIN: return x.map<T>([](T a) { return std::sin(a); });
-    case Op::COS: return x.map<T>([](T a) { return std::cos(a); });
-    default: unknown(x.in, "floating-point operation");
+    case Op::ADD:
+      return x.map<T>([&](T a, T b) { return clamp(a + b); });
+    case Op::SUB:
+      return x.map<T>([&](T a, T b) { return clamp(a - b); });
+    case Op::MUL:
+      return x.map<T>([&](T a, T b) { return clamp(a * b); });
+    case Op::DIV:
+      return x.map<T>([](T a, T b) { return a / b; });
+    case Op::FMA:
+      return x.map<T>([&](T a, T b, T c) { return clamp(std::fma(a, b, c)); });
+    case Op::MIN:
+      return x.map<T>([](T a, T b) { return least(a, b); });
+    case Op::MAX:
+      return x.map<T>([](T a, T b) { return greatest(a, b); });
+    case Op::NEG:
+      return x.map<T>([](T a) { return -a; });
+    case Op::ABS:
+      return x.map<T>([](T a) { return std::fabs(a); });
+    case Op::RCP:
+      return x.map<T>([](T a) { return T(1) / a; });
+    case Op::SQRT:
+      return x.map<T>([](T a) { return std::sqrt(a); });
+    case Op::RSQRT:
+      return x.map<T>([](T a) { return T(1) / std::sqrt(a); });
+    case Op::EX2:
+      return x.map<T>([](T a) { return std::exp2(a); });
+    case Op::LG2:
+      return x.map<T>([](T a) { return std::log2(a); });
+    case Op::TANH:
+      return x.map<T>([](T a) { return std::tanh(a); });
+    case Op::SIN:
+      return x.map<T>([](T a) { return std::sin(a); });
+    case Op::COS:
+      return x.map<T>([](T a) { return std::cos(a); });
+    default:
+      unknown(x.in, "floating-point operation");
   }
 }
 
@@ -240,15 +312,24 @@ u16 narrow_out(Type t, float f) { return t == Type::F16 ? to_half(f) : to_bf16(f
 
 float narrow_op(const Instr& in, float a, float b, float c) {
   switch (Op(in.op)) {
-    case Op::ADD: return a + b;
-    case Op::SUB: return a - b;
-    case Op::MUL: return a * b;
-    case Op::FMA: return float(double(a) * b + c);
-    case Op::MIN: return least(a, b);
-    case Op::MAX: return greatest(a, b);
-    case Op::NEG: return -a;
-    case Op::ABS: return std::fabs(a);
-    default: unknown(in, "16-bit floating-point operation");
+    case Op::ADD:
+      return a + b;
+    case Op::SUB:
+      return a - b;
+    case Op::MUL:
+      return a * b;
+    case Op::FMA:
+      return float(double(a) * b + c);
+    case Op::MIN:
+      return least(a, b);
+    case Op::MAX:
+      return greatest(a, b);
+    case Op::NEG:
+      return -a;
+    case Op::ABS:
+      return std::fabs(a);
+    default:
+      unknown(in, "16-bit floating-point operation");
   }
 }
 
@@ -281,11 +362,20 @@ void pair(const Lanes& x) {
       float a = as_float(u32(s[0][l] >> p)), b = as_float(u32(s[1][l] >> p));
       float c = s[2] ? as_float(u32(s[2][l] >> p)) : 0, v;
       switch (Op(x.in.op)) {
-        case Op::ADD: v = a + b; break;
-        case Op::SUB: v = a - b; break;
-        case Op::MUL: v = a * b; break;
-        case Op::FMA: v = std::fma(a, b, c); break;
-        default: unknown(x.in, "f32x2 operation");
+        case Op::ADD:
+          v = a + b;
+          break;
+        case Op::SUB:
+          v = a - b;
+          break;
+        case Op::MUL:
+          v = a * b;
+          break;
+        case Op::FMA:
+          v = std::fma(a, b, c);
+          break;
+        default:
+          unknown(x.in, "f32x2 operation");
       }
       r |= u64(as_bits(v)) << p;
     }
@@ -298,20 +388,38 @@ bool compare(int how, T a, T b) {
   enum { kEq, kNe, kLt, kLe, kGt, kGe, kLo, kLs, kHi, kHs, kEqu, kNeu, kLtu, kLeu, kGtu, kGeu };
   bool nan = a != a || b != b;
   switch (how) {
-    case kEq: return a == b;
-    case kNe: return !nan && a != b;
-    case kLt: case kLo: return a < b;
-    case kLe: case kLs: return a <= b;
-    case kGt: case kHi: return a > b;
-    case kGe: case kHs: return a >= b;
-    case kEqu: return nan || a == b;
-    case kNeu: return nan || a != b;
-    case kLtu: return nan || a < b;
-    case kLeu: return nan || a <= b;
-    case kGtu: return nan || a > b;
-    case kGeu: return nan || a >= b;
-    case 16: return !nan;
-    default: return nan;
+    case kEq:
+      return a == b;
+    case kNe:
+      return !nan && a != b;
+    case kLt:
+    case kLo:
+      return a < b;
+    case kLe:
+    case kLs:
+      return a <= b;
+    case kGt:
+    case kHi:
+      return a > b;
+    case kGe:
+    case kHs:
+      return a >= b;
+    case kEqu:
+      return nan || a == b;
+    case kNeu:
+      return nan || a != b;
+    case kLtu:
+      return nan || a < b;
+    case kLeu:
+      return nan || a <= b;
+    case kGtu:
+      return nan || a > b;
+    case kGeu:
+      return nan || a >= b;
+    case 16:
+      return !nan;
+    default:
+      return nan;
   }
 }
 
@@ -322,9 +430,7 @@ void set_predicate(const Lanes& x) {
   int how = in.mod[0];
   auto scan = [&](auto zero) {
     using T = decltype(zero);
-    x.each([&](int l) {
-      result |= u32(compare(how, get<T>(a, ab, l), get<T>(b, bb, l))) << l;
-    });
+    x.each([&](int l) { result |= u32(compare(how, get<T>(a, ab, l), get<T>(b, bb, l))) << l; });
   };
   Type type = Type(in.type);
   if (type == Type::F32) {
@@ -359,12 +465,23 @@ void on_predicates(const Lanes& x) {
   u32 a = x.m.predicate(x.w, x.op(1));
   u32 b = x.in.count > 2 ? x.m.predicate(x.w, x.op(2)) : 0, r;
   switch (Op(x.in.op)) {
-    case Op::MOV: r = a; break;
-    case Op::NOT: r = ~a; break;
-    case Op::AND: r = a & b; break;
-    case Op::OR: r = a | b; break;
-    case Op::XOR: r = a ^ b; break;
-    default: unknown(x.in, "predicate operation");
+    case Op::MOV:
+      r = a;
+      break;
+    case Op::NOT:
+      r = ~a;
+      break;
+    case Op::AND:
+      r = a & b;
+      break;
+    case Op::OR:
+      r = a | b;
+      break;
+    case Op::XOR:
+      r = a ^ b;
+      break;
+    default:
+      unknown(x.in, "predicate operation");
   }
   u32* d = (u32*)x.m.at(x.w, x.op(0));
   *d = (*d & ~x.lanes) | (r & x.lanes);
@@ -372,11 +489,15 @@ void on_predicates(const Lanes& x) {
 
 double float_in(Type t, const u8* row, u32 bits, int l) {
   switch (t) {
-    case Type::F32: return get<float>(row, bits, l);
-    case Type::F64: return get<double>(row, bits, l);
+    case Type::F32:
+      return get<float>(row, bits, l);
+    case Type::F64:
+      return get<double>(row, bits, l);
     case Type::F16:
-    case Type::BF16: return narrow_in(t, get<u16>(row, bits, l));
-    default: return NAN;
+    case Type::BF16:
+      return narrow_in(t, get<u16>(row, bits, l));
+    default:
+      return NAN;
   }
 }
 
@@ -395,11 +516,16 @@ void convert(const Lanes& x) {
   bool saturate = in.mod[1];
   auto integral = [&](double v) {
     switch (round) {
-      case kRni: return std::nearbyint(v);
-      case kRzi: return std::trunc(v);
-      case kRmi: return std::floor(v);
-      case kRpi: return std::ceil(v);
-      default: return v;
+      case kRni:
+        return std::nearbyint(v);
+      case kRzi:
+        return std::trunc(v);
+      case kRmi:
+        return std::floor(v);
+      case kRpi:
+        return std::ceil(v);
+      default:
+        return v;
     }
   };
   if (is_float(from) && is_float(to)) {
@@ -408,9 +534,12 @@ void convert(const Lanes& x) {
       double v = integral(float_in(from, s, sb, l));
       if (in.mod[2] && v < 0) v = 0;
       if (saturate) v = v != v ? 0 : std::min(1.0, std::max(0.0, v));
-      if (to == Type::F64) put<double>(d, db, l, v);
-      else if (to == Type::F32) put<float>(d, db, l, float(v));
-      else put<u16>(d, db, l, narrow_out(to, float(v)));
+      if (to == Type::F64)
+        put<double>(d, db, l, v);
+      else if (to == Type::F32)
+        put<float>(d, db, l, float(v));
+      else
+        put<u16>(d, db, l, narrow_out(to, float(v)));
     });
   }
   if (to == Type::TF32) {
@@ -423,11 +552,14 @@ void convert(const Lanes& x) {
   if (is_float(from)) {
     bool ok = with_integer(to, [&](auto zero) {
       using T = decltype(zero);
-      double low = double(std::numeric_limits<T>::min()), high = double(std::numeric_limits<T>::max());
+      double low = double(std::numeric_limits<T>::min()),
+             high = double(std::numeric_limits<T>::max());
       x.each([&](int l) {
         double v = integral(float_in(from, s, sb, l));
-        T r = v != v ? T(0) : v <= low ? std::numeric_limits<T>::min()
-              : v >= high ? std::numeric_limits<T>::max() : T(v);
+        T r = v != v      ? T(0)
+              : v <= low  ? std::numeric_limits<T>::min()
+              : v >= high ? std::numeric_limits<T>::max()
+                          : T(v);
         put<T>(d, db, l, r);
       });
     });
@@ -439,9 +571,12 @@ void convert(const Lanes& x) {
     if (is_float(to)) {
       return x.each([&](int l) {
         S v = get<S>(s, sb, l);
-        if (to == Type::F64) put<double>(d, db, l, double(v));
-        else if (to == Type::F32) put<float>(d, db, l, float(v));
-        else put<u16>(d, db, l, narrow_out(to, float(v)));
+        if (to == Type::F64)
+          put<double>(d, db, l, double(v));
+        else if (to == Type::F32)
+          put<float>(d, db, l, float(v));
+        else
+          put<u16>(d, db, l, narrow_out(to, float(v)));
       });
     }
     bool fine = with_integer(to, [&](auto target) {
@@ -473,11 +608,20 @@ void convert_pack(const Lanes& x) {
     float high = get<float>(a, 32, l), low = get<float>(b, 32, l);
     if (in.mod[2]) high = greatest(high, 0.0f), low = greatest(low, 0.0f);
     switch (Type(in.type)) {
-      case Type::F16X2: d[l] = u32(to_half(high)) << 16 | to_half(low); break;
-      case Type::BF16X2: d[l] = u32(to_bf16(high)) << 16 | to_bf16(low); break;
-      case Type::E4M3X2: d[l] = u32(to_e4m3(high)) << 8 | to_e4m3(low); break;
-      case Type::E5M2X2: d[l] = u32(to_e5m2(high)) << 8 | to_e5m2(low); break;
-      default: unknown(in, "cvt");
+      case Type::F16X2:
+        d[l] = u32(to_half(high)) << 16 | to_half(low);
+        break;
+      case Type::BF16X2:
+        d[l] = u32(to_bf16(high)) << 16 | to_bf16(low);
+        break;
+      case Type::E4M3X2:
+        d[l] = u32(to_e4m3(high)) << 8 | to_e4m3(low);
+        break;
+      case Type::E5M2X2:
+        d[l] = u32(to_e5m2(high)) << 8 | to_e5m2(low);
+        break;
+      default:
+        unknown(in, "cvt");
     }
   });
 }
@@ -510,8 +654,10 @@ void pack(const Lanes& x, bool unpack) {
     u64 word[2] = {};
     if (unpack) {
       const u8* row = x.m.at(x.w, x.op(0));
-      if (whole_bits == 128) memcpy(word, row + 16 * l, 16);
-      else word[0] = get<u64>(row, whole_bits, l);
+      if (whole_bits == 128)
+        memcpy(word, row + 16 * l, 16);
+      else
+        word[0] = get<u64>(row, whole_bits, l);
     }
     u64 mask = part == 64 ? ~0ull : (1ull << part) - 1;
     for (u32 i = 0; i < count; i++) {
@@ -526,8 +672,10 @@ void pack(const Lanes& x, bool unpack) {
     }
     if (!unpack) {
       u8* row = x.m.at(x.w, x.op(0));
-      if (whole_bits == 128) memcpy(row + 16 * l, word, 16);
-      else put<u64>(row, whole_bits, l, word[0]);
+      if (whole_bits == 128)
+        memcpy(row + 16 * l, word, 16);
+      else
+        put<u64>(row, whole_bits, l, word[0]);
     }
   });
 }
@@ -566,8 +714,12 @@ void addresses(const Lanes& x) {
   x.each([&](int l) {
     u64 a = get<u64>(s, from, l);
     switch (Op(in.op)) {
-      case Op::CVTA: put<u64>(d, to, l, a | aperture); break;
-      case Op::CVTA_TO: put<u64>(d, to, l, space == kLocal ? a : a & ~aperture); break;
+      case Op::CVTA:
+        put<u64>(d, to, l, a | aperture);
+        break;
+      case Op::CVTA_TO:
+        put<u64>(d, to, l, space == kLocal ? a : a & ~aperture);
+        break;
       default: {  // MAPA
         u32 rank = u32(x.m.lane(x.w, x.op(2), l));
         if (rank >= x.w.cta->cluster->ctas.size()) {
@@ -585,16 +737,32 @@ bool Machine::execute_alu(Warp& w, const Instr& in, u32 lanes) {
   Lanes x{*this, w, in, lanes};
   Type type = Type(in.type);
   switch (Op(in.op)) {
-    case Op::SETP: set_predicate(x); return true;
-    case Op::CVT: convert(x); return true;
-    case Op::CVT_PACK: convert_pack(x); return true;
-    case Op::SELP: select(x); return true;
-    case Op::PACK: pack(x, false); return true;
-    case Op::UNPACK: pack(x, true); return true;
+    case Op::SETP:
+      set_predicate(x);
+      return true;
+    case Op::CVT:
+      convert(x);
+      return true;
+    case Op::CVT_PACK:
+      convert_pack(x);
+      return true;
+    case Op::SELP:
+      select(x);
+      return true;
+    case Op::PACK:
+      pack(x, false);
+      return true;
+    case Op::UNPACK:
+      pack(x, true);
+      return true;
     case Op::CVTA:
     case Op::CVTA_TO:
-    case Op::MAPA: addresses(x); return true;
-    case Op::PRMT: x.map<u32>([](u32 a, u32 b, u32 c) { return permute(a, b, c); }); return true;
+    case Op::MAPA:
+      addresses(x);
+      return true;
+    case Op::PRMT:
+      x.map<u32>([](u32 a, u32 b, u32 c) { return permute(a, b, c); });
+      return true;
     case Op::LOP3:
       x.map<u32>([&](u32 a, u32 b, u32 c) { return lookup(a, b, c, in.mod[0]); });
       return true;
@@ -617,14 +785,16 @@ bool Machine::execute_alu(Warp& w, const Instr& in, u32 lanes) {
         u64 aperture = lane(w, operand(in, 1), l) & kApertureMask;
         u32 space = in.mod[0];
         bool is = space == kSharedCta || space == kSharedCluster ? aperture == kSharedAperture
-                  : space == kLocal ? aperture == kLocalAperture : aperture == 0;
+                  : space == kLocal                              ? aperture == kLocalAperture
+                                                                 : aperture == 0;
         mask |= u32(is) << l;
       }
       u32* d = (u32*)at(w, operand(in, 0));
       *d = (*d & ~lanes) | mask;
       return true;
     }
-    default: break;
+    default:
+      break;
   }
   if (type == Type::PRED) {
     on_predicates(x);

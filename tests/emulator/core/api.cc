@@ -25,7 +25,8 @@ struct Result {
   u32 report_bytes;
 };
 
-// Runs a launch to its end. Parameters are aligned to 64 bytes, for tensor maps. The report is lines of "kind<TAB>text<NUL>"; at most `room` bytes.
+// Runs a launch to its end. Parameters are aligned to 64 bytes, for tensor maps. The report is
+// lines of "kind<TAB>text<NUL>"; at most `room` bytes.
 void emulator_run(const ProgramView* p, const LaunchConfig* launch, const Options* options,
                   const u8* params, u64 param_bytes, const Region* regions, u64 region_count,
                   Result* result, char* report, u64 room) {

@@ -26,8 +26,8 @@ void Machine::mbarrier_init(Warp& w, const Instr& in) {
   if (count == 0 || count >= 1u << 20) throw Fault("mbarrier", text("init with count %u", count));
   Mbarrier& b = w.cta->mbarriers[offset];
   Agent agent = b.agent ? b.agent
-                        : w.cta->cluster->new_agent(text("copies of mbarrier 0x%x of CTA %u",
-                                                         offset, w.cta->rank));
+                        : w.cta->cluster->new_agent(
+                              text("copies of mbarrier 0x%x of CTA %u", offset, w.cta->rank));
   b = Mbarrier{};
   b.count = count;
   b.pending = count;
@@ -158,7 +158,8 @@ bool Machine::execute_barrier(Warp& w, Group& g, const Instr& in, u32 lanes) {
       u32 id = u32(lane(w, operand(in, 0), first));
       u32 threads = in.count > 1 ? u32(lane(w, operand(in, 1), first)) : cta.warps.size() * 32;
       if (id >= 16 || threads % 32 || threads == 0) {
-        throw Fault("barrier", text("%s: barrier %u for %u threads", w.name().c_str(), id, threads));
+        throw Fault("barrier",
+                    text("%s: barrier %u for %u threads", w.name().c_str(), id, threads));
       }
       bool wait = Op(in.op) == Op::BAR_SYNC;
       if (gather(*this, cta.named[id], w, g.ticket, threads, wait)) return true;
@@ -166,8 +167,10 @@ bool Machine::execute_barrier(Warp& w, Group& g, const Instr& in, u32 lanes) {
       return false;
     }
     case Op::CLUSTER_ARRIVE:
-      if (w.cluster_ticket.arrived) throw Fault("barrier", w.name() + ": arrives at the cluster twice");
-      gather(*this, cta.cluster->barrier, w, w.cluster_ticket, cluster_threads(*cta.cluster), false);
+      if (w.cluster_ticket.arrived)
+        throw Fault("barrier", w.name() + ": arrives at the cluster twice");
+      gather(*this, cta.cluster->barrier, w, w.cluster_ticket, cluster_threads(*cta.cluster),
+             false);
       w.cluster_ticket.arrived = true;
       return true;
     case Op::CLUSTER_WAIT: {
@@ -217,9 +220,8 @@ bool Machine::execute_barrier(Warp& w, Group& g, const Instr& in, u32 lanes) {
         Mbarrier& b = mbarrier(target, offset, w.name().c_str());
         check_known(*this, w, target, offset, b);
         u32 phase = b.phase;
-        u32 value = in.count > (arrives ? 2u : 1u)
-                        ? u32(lane(w, operand(in, arrives ? 2 : 1), l))
-                        : 1;
+        u32 value =
+            in.count > (arrives ? 2u : 1u) ? u32(lane(w, operand(in, arrives ? 2 : 1), l)) : 1;
         if (op == Op::MBAR_ARRIVE_TX || op == Op::MBAR_EXPECT_TX) {
           mbarrier_expect(target, offset, value);
         }

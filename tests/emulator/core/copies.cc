@@ -1,4 +1,5 @@
-// The asynchronous copies: tensor and plain bulk copies, and what a CTA must finish before it exits.
+// The asynchronous copies: tensor and plain bulk copies, and what a CTA must finish before it
+// exits.
 #include <cmath>
 #include <cstring>
 
@@ -11,7 +12,8 @@ u64 Machine::uniform(Warp& w, const Operand& o, u32 lanes, const char* what) {
   u64 value = lane(w, o, first_lane(lanes)) + o.displace;
   for (u32 rest = lanes & (lanes - 1); rest; rest &= rest - 1) {
     if (lane(w, o, first_lane(rest)) + o.displace != value) {
-      throw Fault("divergent", text("%s: lanes disagree on an operand of %s", w.name().c_str(), what));
+      throw Fault("divergent",
+                  text("%s: lanes disagree on an operand of %s", w.name().c_str(), what));
     }
   }
   return value;
@@ -125,7 +127,8 @@ void reduce_chunk(u8* to, const u8* from, u32 bytes, const TensorMap& map, int o
       u16 a, b;
       memcpy(&a, to + i, 2), memcpy(&b, from + i, 2);
       bool half = map.dtype == 6;
-      float sum = reduce(half ? from_half(a) : from_bf16(a), half ? from_half(b) : from_bf16(b), op);
+      float sum =
+          reduce(half ? from_half(a) : from_bf16(a), half ? from_half(b) : from_bf16(b), op);
       a = half ? to_half(sum) : to_bf16(sum);
       memcpy(to + i, &a, 2);
     } else if (map.dtype == 2 || map.dtype == 3) {
@@ -275,7 +278,8 @@ static void tensor_store(Machine& m, Warp& w, const Instr& in, u32 lanes) {
 static void bulk_copy(Machine& m, Warp& w, const Instr& in, u32 lanes) {
   bool store = Op(in.op) == Op::BULK_STORE, load = Op(in.op) == Op::BULK_LOAD;
   u32 size = u32(m.uniform(w, m.operand(in, store ? 2 : 3), lanes, "bulk copy"));
-  if (size % 16) throw Fault("misaligned", text("%s: bulk copy of %u bytes", w.name().c_str(), size));
+  if (size % 16)
+    throw Fault("misaligned", text("%s: bulk copy of %u bytes", w.name().c_str(), size));
   if (store || load) check_dependency(m, w);
   std::string what = "bulk copy of " + w.name();
   Machine* machine = &m;
@@ -413,14 +417,19 @@ bool Machine::bulk_wait(Warp& w, const Instr& in) {
 
 void Machine::execute_copy(Warp& w, const Instr& in, u32 lanes) {
   switch (Op(in.op)) {
-    case Op::TMA_LOAD: return tensor_load(*this, w, in, lanes);
+    case Op::TMA_LOAD:
+      return tensor_load(*this, w, in, lanes);
     case Op::TMA_STORE:
-    case Op::TMA_REDUCE: return tensor_store(*this, w, in, lanes);
+    case Op::TMA_REDUCE:
+      return tensor_store(*this, w, in, lanes);
     case Op::BULK_LOAD:
     case Op::BULK_STORE:
-    case Op::BULK_COPY_CLUSTER: return bulk_copy(*this, w, in, lanes);
-    case Op::ST_ASYNC: return store_async(*this, w, in, lanes);
-    case Op::CLC_TRY_CANCEL: return try_cancel(*this, w, in, lanes);
+    case Op::BULK_COPY_CLUSTER:
+      return bulk_copy(*this, w, in, lanes);
+    case Op::ST_ASYNC:
+      return store_async(*this, w, in, lanes);
+    case Op::CLC_TRY_CANCEL:
+      return try_cancel(*this, w, in, lanes);
     case Op::BULK_COMMIT:
       if (!w.bulk_open_ops) w.bulk.push_back(new BulkGroup);
       w.bulk_open_ops = 0;
@@ -463,8 +472,8 @@ void Machine::cta_exit(Cta& cta) {
     }
   }
   if (cta.tmem.allocations) {
-    hazard("tmem", text("%s: exits with %d tensor memory allocations", name.c_str(),
-                        cta.tmem.allocations));
+    hazard("tmem",
+           text("%s: exits with %d tensor memory allocations", name.c_str(), cta.tmem.allocations));
   }
   for (auto& [offset, b] : cta.mbarriers) {
     if (b.tx) {

@@ -47,10 +47,10 @@ enum class Mode : u32 { kInOrder, kRandom, kAdversarial };
 struct Options {
   u32 mode;
   u32 seed;
-  u32 resident;        // clusters that run at once
-  u32 strict_tmem;     // tcgen05.wait::ld is needed before registers are used
-  u32 allow_unwritten; // the tensor core may read shared memory that nothing wrote
-  u32 entry_registers; // of a thread, from the cubin; 0: the register pool is not checked
+  u32 resident;         // clusters that run at once
+  u32 strict_tmem;      // tcgen05.wait::ld is needed before registers are used
+  u32 allow_unwritten;  // the tensor core may read shared memory that nothing wrote
+  u32 entry_registers;  // of a thread, from the cubin; 0: the register pool is not checked
   u64 max_instructions;
 };
 
@@ -72,10 +72,10 @@ struct Cluster;
 struct Machine;
 
 struct Mbarrier {
-  u32 count = 0;    // arrivals of each phase
-  i64 pending = 0;  // arrivals this phase still waits for
-  i64 tx = 0;       // bytes this phase still waits for
-  u32 phase = 0;    // phases completed
+  u32 count = 0;        // arrivals of each phase
+  i64 pending = 0;      // arrivals this phase still waits for
+  i64 tx = 0;           // bytes this phase still waits for
+  u32 phase = 0;        // phases completed
   bool fenced = false;  // its initialisation is visible to the cluster and the async proxy
   Agent agent = 0;      // of the transactions that complete here
   Warp* initialiser = nullptr;
@@ -116,8 +116,8 @@ struct Warp {
   std::vector<std::vector<u8>> local;  // by lane
   Knowledge know;
   Ticket cluster_ticket;
-  std::string waiting;   // what a blocked warp waits for; "" when it can run
-  u64 blocked_at = 0;    // machine.progress when it blocked
+  std::string waiting;      // what a blocked warp waits for; "" when it can run
+  u64 blocked_at = 0;       // machine.progress when it blocked
   bool timed_wait = false;  // the wait may give up: mbarrier.try_wait
   bool give_up = false;
   u32 register_count = 0;  // of a thread, after setmaxnreg
@@ -146,9 +146,9 @@ struct Warp {
 };
 
 struct Tmem {
-  std::vector<u32> data;  // [lane][column]
-  Shadow shadow;          // cells of 16 lanes of one column
-  std::vector<int> owner; // by column: the first column of its allocation, or -1
+  std::vector<u32> data;   // [lane][column]
+  Shadow shadow;           // cells of 16 lanes of one column
+  std::vector<int> owner;  // by column: the first column of its allocation, or -1
   bool may_allocate = true;
   int allocations = 0;
   u32 calls = 0;  // allocations asked for so far: those of a CTA pair go together
@@ -197,8 +197,8 @@ struct Cluster {
 struct Async {
   std::string what;
   Cluster* cluster;
-  u32 queue;      // 0: unordered
-  int kind;       // for the scheduler, which may starve one kind
+  u32 queue;  // 0: unordered
+  int kind;   // for the scheduler, which may starve one kind
   std::function<void()> complete;
 };
 

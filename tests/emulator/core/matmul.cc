@@ -30,14 +30,22 @@ float element_value(Type t, const u8* bytes) {
   u32 v = 0;
   memcpy(&v, bytes, element_bytes(t));
   switch (t) {
-    case Type::BF16: return from_bf16(u16(v));
-    case Type::F16: return from_half(u16(v));
-    case Type::TF32: return from_tf32(v);
-    case Type::E4M3: return from_e4m3(u8(v));
-    case Type::E5M2: return from_e5m2(u8(v));
-    case Type::S8: return float(int8_t(v));
-    case Type::U8: return float(u8(v));
-    default: throw Fault("unknown", "matrix element type");
+    case Type::BF16:
+      return from_bf16(u16(v));
+    case Type::F16:
+      return from_half(u16(v));
+    case Type::TF32:
+      return from_tf32(v);
+    case Type::E4M3:
+      return from_e4m3(u8(v));
+    case Type::E5M2:
+      return from_e5m2(u8(v));
+    case Type::S8:
+      return float(int8_t(v));
+    case Type::U8:
+      return float(u8(v));
+    default:
+      throw Fault("unknown", "matrix element type");
   }
 }
 

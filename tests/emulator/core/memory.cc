@@ -12,11 +12,16 @@ std::string explain(const Conflict& c, Cluster& cluster) {
   const std::string& other = cluster.agent_names[c.other];
   const char* did = c.other_wrote ? "written" : "read";
   switch (c.kind) {
-    case Conflict::kUnwritten: return "which nothing wrote";
-    case Conflict::kUnordered: return text("still being %s by %s", did, other.c_str());
-    case Conflict::kUnfenced: return "written by " + other + " without a proxy fence since";
-    case Conflict::kPending: return "which an unfinished copy may still write";
-    default: return "";
+    case Conflict::kUnwritten:
+      return "which nothing wrote";
+    case Conflict::kUnordered:
+      return text("still being %s by %s", did, other.c_str());
+    case Conflict::kUnfenced:
+      return "written by " + other + " without a proxy fence since";
+    case Conflict::kPending:
+      return "which an unfinished copy may still write";
+    default:
+      return "";
   }
 }
 
@@ -105,10 +110,9 @@ u8* Machine::shared(Warp& w, u32 address, u32 bytes, bool write, bool check) {
     u8 words = word_mask(first, count);
     u16 mask = byte_mask(first, count);
     size_t cell = (offset + done) / 16;
-    Conflict c = write ? cta.shadow.write(cell, words, mask, w.agent, w.next_time(), w.know,
-                                          Proxy::kGeneric)
-                       : cta.shadow.read(cell, words, mask, w.agent, w.next_time(), w.know,
-                                         Proxy::kGeneric);
+    Conflict c =
+        write ? cta.shadow.write(cell, words, mask, w.agent, w.next_time(), w.know, Proxy::kGeneric)
+              : cta.shadow.read(cell, words, mask, w.agent, w.next_time(), w.know, Proxy::kGeneric);
     if (c.kind) {
       report(c, *cta.cluster,
              text("%s: %s of shared memory 0x%x", w.name().c_str(), write ? "write" : "read",
@@ -133,9 +137,9 @@ void Machine::async_access(Cta& cta, u32 offset, u32 bytes, bool write, Agent wh
     u8 words = word_mask(first, count);
     u16 mask = byte_mask(first, count);
     size_t cell = (offset + done) / 16;
-    Conflict c = write ? cta.shadow.write(cell, words, mask, who, time, know, Proxy::kAsync)
-                       : cta.shadow.read(cell, words, mask, who, time, know, Proxy::kAsync,
-                                         check_written);
+    Conflict c =
+        write ? cta.shadow.write(cell, words, mask, who, time, know, Proxy::kAsync)
+              : cta.shadow.read(cell, words, mask, who, time, know, Proxy::kAsync, check_written);
     if (c.kind) {
       report(c, *cta.cluster,
              text("%s: %s of shared memory 0x%x of CTA %u", what, write ? "write" : "read",
@@ -266,15 +270,33 @@ void Machine::atomic(Warp& w, const Instr& in, u32 lanes) {
           throw Fault("unknown", "atom.add of this type is not modelled");
         }
         break;
-      case kMin: next = is_signed ? u64(std::min(so, sx)) : std::min(old, x); break;
-      case kMax: next = is_signed ? u64(std::max(so, sx)) : std::max(old, x); break;
-      case kAnd: next = old & x; break;
-      case kOr: next = old | x; break;
-      case kXor: next = old ^ x; break;
-      case kExch: next = x; break;
-      case kCas: next = old == x ? lane(w, operand(in, 3), l) : old; break;
-      case kInc: next = old >= x ? 0 : old + 1; break;
-      case kDec: next = old == 0 || old > x ? x : old - 1; break;
+      case kMin:
+        next = is_signed ? u64(std::min(so, sx)) : std::min(old, x);
+        break;
+      case kMax:
+        next = is_signed ? u64(std::max(so, sx)) : std::max(old, x);
+        break;
+      case kAnd:
+        next = old & x;
+        break;
+      case kOr:
+        next = old | x;
+        break;
+      case kXor:
+        next = old ^ x;
+        break;
+      case kExch:
+        next = x;
+        break;
+      case kCas:
+        next = old == x ? lane(w, operand(in, 3), l) : old;
+        break;
+      case kInc:
+        next = old >= x ? 0 : old + 1;
+        break;
+      case kDec:
+        next = old == 0 || old > x ? x : old - 1;
+        break;
     }
     memcpy(p, &next, bytes);
     const Operand& dest = operand(in, 0);

@@ -66,8 +66,9 @@ inline u32 to_small(float f, int exponent, int mantissa, bool ieee, bool saturat
     bits = 0;
   } else {
     if (units >= 2u << mantissa) units >>= 1, e++;
-    bits = units < 1u << mantissa ? u32(units)
-                                  : u32(e + bias) << mantissa | (u32(units) & ((1u << mantissa) - 1));
+    bits = units < 1u << mantissa
+               ? u32(units)
+               : u32(e + bias) << mantissa | (u32(units) & ((1u << mantissa) - 1));
   }
   if (bits > largest) bits = saturate ? largest : infinity;
   return sign | bits;

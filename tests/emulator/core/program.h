@@ -45,21 +45,21 @@ struct Operand {
 
 struct Instr {
   u16 op;
-  u8 type;    // the type of the result, or of the values moved
-  u8 type2;   // the source type, where it differs
-  i32 guard;  // byte offset of the guarding predicate, or -1
-  u32 first;  // index of the first operand
-  i32 target; // branch target, or -1
-  i32 line;   // line of the PTX text, for reports
-  u16 count;  // number of operands
+  u8 type;     // the type of the result, or of the values moved
+  u8 type2;    // the source type, where it differs
+  i32 guard;   // byte offset of the guarding predicate, or -1
+  u32 first;   // index of the first operand
+  i32 target;  // branch target, or -1
+  i32 line;    // line of the PTX text, for reports
+  u16 count;   // number of operands
   u8 guard_negate;
-  u8 flags;   // see below
-  i32 mod[4]; // by operation
+  u8 flags;    // see below
+  i32 mod[4];  // by operation
 };
 
 enum : u8 {
-  kAligned = 1,    // every live lane of the warp must arrive together
-  kMembers = 2,    // the last operand is the mask of lanes that must arrive together
+  kAligned = 1,  // every live lane of the warp must arrive together
+  kMembers = 2,  // the last operand is the mask of lanes that must arrive together
   kMakesProgress = 4
 };
 
@@ -71,15 +71,50 @@ struct Special {
 };
 
 enum SpecialKind : u32 {
-  kTidX, kTidY, kTidZ, kNtidX, kNtidY, kNtidZ,
-  kCtaidX, kCtaidY, kCtaidZ, kNctaidX, kNctaidY, kNctaidZ,
-  kClusterIdX, kClusterIdY, kClusterIdZ, kNClusterIdX, kNClusterIdY, kNClusterIdZ,
-  kClusterCtaidX, kClusterCtaidY, kClusterCtaidZ,
-  kClusterNctaidX, kClusterNctaidY, kClusterNctaidZ,
-  kClusterCtarank, kClusterNctarank, kLaneid, kWarpid, kNwarpid, kSmid, kNsmid, kGridid,
-  kLanemaskEq, kLanemaskLt, kLanemaskLe, kLanemaskGt, kLanemaskGe,
-  kDynamicSmemSize, kTotalSmemSize, kIsExplicitCluster,
-  kSharedAddress, kParamAddress, kLocalAddress, kGlobalAddress,
+  kTidX,
+  kTidY,
+  kTidZ,
+  kNtidX,
+  kNtidY,
+  kNtidZ,
+  kCtaidX,
+  kCtaidY,
+  kCtaidZ,
+  kNctaidX,
+  kNctaidY,
+  kNctaidZ,
+  kClusterIdX,
+  kClusterIdY,
+  kClusterIdZ,
+  kNClusterIdX,
+  kNClusterIdY,
+  kNClusterIdZ,
+  kClusterCtaidX,
+  kClusterCtaidY,
+  kClusterCtaidZ,
+  kClusterNctaidX,
+  kClusterNctaidY,
+  kClusterNctaidZ,
+  kClusterCtarank,
+  kClusterNctarank,
+  kLaneid,
+  kWarpid,
+  kNwarpid,
+  kSmid,
+  kNsmid,
+  kGridid,
+  kLanemaskEq,
+  kLanemaskLt,
+  kLanemaskLe,
+  kLanemaskGt,
+  kLanemaskGe,
+  kDynamicSmemSize,
+  kTotalSmemSize,
+  kIsExplicitCluster,
+  kSharedAddress,
+  kParamAddress,
+  kLocalAddress,
+  kGlobalAddress,
 };
 
 }  // namespace emu

@@ -28,37 +28,84 @@ void fill_specials(Machine& m, Warp& w) {
       auto axis = [&](SpecialKind base) { return s.kind - base; };
       auto in = [&](SpecialKind base) { return s.kind >= base && s.kind < base + 3; };
       u32 v = 0;
-      if (in(kTidX)) v = axis_value[axis(kTidX)];
-      else if (in(kNtidX)) v = c.block[axis(kNtidX)];
-      else if (in(kCtaidX)) v = cta.id[axis(kCtaidX)];
-      else if (in(kNctaidX)) v = c.grid[axis(kNctaidX)];
-      else if (in(kClusterIdX)) v = cta.id[axis(kClusterIdX)] / c.cluster[axis(kClusterIdX)];
-      else if (in(kNClusterIdX)) v = c.grid[axis(kNClusterIdX)] / c.cluster[axis(kNClusterIdX)];
-      else if (in(kClusterCtaidX)) v = cluster_ctaid[axis(kClusterCtaidX)];
-      else if (in(kClusterNctaidX)) v = c.cluster[axis(kClusterNctaidX)];
+      if (in(kTidX))
+        v = axis_value[axis(kTidX)];
+      else if (in(kNtidX))
+        v = c.block[axis(kNtidX)];
+      else if (in(kCtaidX))
+        v = cta.id[axis(kCtaidX)];
+      else if (in(kNctaidX))
+        v = c.grid[axis(kNctaidX)];
+      else if (in(kClusterIdX))
+        v = cta.id[axis(kClusterIdX)] / c.cluster[axis(kClusterIdX)];
+      else if (in(kNClusterIdX))
+        v = c.grid[axis(kNClusterIdX)] / c.cluster[axis(kNClusterIdX)];
+      else if (in(kClusterCtaidX))
+        v = cluster_ctaid[axis(kClusterCtaidX)];
+      else if (in(kClusterNctaidX))
+        v = c.cluster[axis(kClusterNctaidX)];
       switch (s.kind) {
-        case kClusterCtarank: v = cta.rank; break;
-        case kClusterNctarank: v = cta.cluster->ctas.size(); break;
-        case kLaneid: v = l; break;
-        case kWarpid: v = w.id; break;
-        case kNwarpid: v = cta.warps.size(); break;
-        case kSmid: v = 0; break;
-        case kNsmid: v = 1; break;
-        case kLanemaskEq: v = 1u << l; break;
-        case kLanemaskLt: v = (1u << l) - 1; break;
-        case kLanemaskLe: v = (2u << l) - 1; break;
-        case kLanemaskGt: v = ~((2u << l) - 1); break;
-        case kLanemaskGe: v = ~((1u << l) - 1); break;
-        case kDynamicSmemSize: v = c.dynamic_smem; break;
-        case kTotalSmemSize: v = cta.smem.size() - kReservedSmem; break;
-        case kIsExplicitCluster: v = cta.cluster->ctas.size() > 1; break;
-        case kSharedAddress: v = cta.rank << kRankShift | u32(s.value); break;
+        case kClusterCtarank:
+          v = cta.rank;
+          break;
+        case kClusterNctarank:
+          v = cta.cluster->ctas.size();
+          break;
+        case kLaneid:
+          v = l;
+          break;
+        case kWarpid:
+          v = w.id;
+          break;
+        case kNwarpid:
+          v = cta.warps.size();
+          break;
+        case kSmid:
+          v = 0;
+          break;
+        case kNsmid:
+          v = 1;
+          break;
+        case kLanemaskEq:
+          v = 1u << l;
+          break;
+        case kLanemaskLt:
+          v = (1u << l) - 1;
+          break;
+        case kLanemaskLe:
+          v = (2u << l) - 1;
+          break;
+        case kLanemaskGt:
+          v = ~((2u << l) - 1);
+          break;
+        case kLanemaskGe:
+          v = ~((1u << l) - 1);
+          break;
+        case kDynamicSmemSize:
+          v = c.dynamic_smem;
+          break;
+        case kTotalSmemSize:
+          v = cta.smem.size() - kReservedSmem;
+          break;
+        case kIsExplicitCluster:
+          v = cta.cluster->ctas.size() > 1;
+          break;
+        case kSharedAddress:
+          v = cta.rank << kRankShift | u32(s.value);
+          break;
       }
       switch (s.kind) {
-        case kParamAddress: wide[l] = u64(m.params.data()) + s.value; break;
-        case kLocalAddress: wide[l] = kLocalAperture | s.value; break;
-        case kGlobalAddress: wide[l] = s.value; break;
-        default: out[l] = v;
+        case kParamAddress:
+          wide[l] = u64(m.params.data()) + s.value;
+          break;
+        case kLocalAddress:
+          wide[l] = kLocalAperture | s.value;
+          break;
+        case kGlobalAddress:
+          wide[l] = s.value;
+          break;
+        default:
+          out[l] = v;
       }
     }
   }
@@ -135,7 +182,8 @@ bool Machine::converged(Warp& w, const Instr& in, u32 lanes) {
     if (need & ~w.live) {
       throw Fault("convergence", w.name() + ": names lanes that have exited");
     }
-    if (lanes & ~need) throw Fault("convergence", w.name() + ": executed by lanes it does not name");
+    if (lanes & ~need)
+      throw Fault("convergence", w.name() + ": executed by lanes it does not name");
   }
   return (need & ~lanes) == 0;
 }
@@ -181,8 +229,8 @@ bool Machine::execute(Warp& w, Group& g, const Instr& in, u32 lanes) {
       i64 more = (i64(want) - i64(w.register_count)) * 32;
       bool increase = Op(in.op) == Op::SETMAXNREG_INC;
       if (increase != (more >= 0) && more != 0) {
-        throw Fault("setmaxnreg", text("%s: from %u to %u registers", w.name().c_str(),
-                                       w.register_count, want));
+        throw Fault("setmaxnreg",
+                    text("%s: from %u to %u registers", w.name().c_str(), w.register_count, want));
       }
       if (more > w.cta->register_pool) {
         w.waiting = text("setmaxnreg.inc to %u: the pool holds %lld registers, needs %lld", want,
@@ -330,12 +378,12 @@ void Machine::run() {
       }
     }
 
-    bool complete = !able.empty() &&
-                    (ready.empty() || (mode == Mode::kRandom && random() % 4 == 0));
+    bool complete =
+        !able.empty() && (ready.empty() || (mode == Mode::kRandom && random() % 4 == 0));
     if (complete) {
       // Late: the newest first, and the starved kind last.
-      size_t pick = mode == Mode::kAdversarial && random() % 2 ? able.size() - 1
-                                                               : random() % able.size();
+      size_t pick =
+          mode == Mode::kAdversarial && random() % 2 ? able.size() - 1 : random() % able.size();
       for (size_t tries = 0; tries < able.size() && able[pick]->kind == starved_kind; tries++) {
         pick = (pick + 1) % able.size();
       }

@@ -119,8 +119,12 @@ void each_element(int shape, u32 count, u32 split, F f) {
   for (u32 r = 0; r < count; r++) {
     for (u32 t = 0; t < 32; t++) {
       switch (shape) {
-        case k32x32b: f(r, t, t, r); break;
-        case k16x64b: f(r, t, t / 4 + 8 * (t % 4 / 2), 2 * r + t % 2); break;
+        case k32x32b:
+          f(r, t, t, r);
+          break;
+        case k16x64b:
+          f(r, t, t / 4 + 8 * (t % 4 / 2), 2 * r + t % 2);
+          break;
         case k16x128b:
           for (u32 i = 0; i < 2; i++) f(2 * r + i, t, t / 4 + 8 * i, 4 * r + t % 4);
           break;
@@ -129,7 +133,8 @@ void each_element(int shape, u32 count, u32 split, F f) {
             f(4 * r + i, t, t / 4 + 8 * (i / 2), 8 * r + 2 * (t % 4) + i % 2);
           }
           break;
-        default: f(r, t, t % 16, r + (t / 16) * split);
+        default:
+          f(r, t, t % 16, r + (t / 16) * split);
       }
     }
   }
@@ -158,9 +163,8 @@ void load_store(Machine& m, Warp& w, const Instr& in) {
   u32 time = is_load ? (strict ? w.load_time : w.next_time()) : w.store_time;
   tmem_row(cta, 0);
   std::set<std::pair<u32, u32>> touched;
-  each_element(shape, in.mod[1], in.mod[3], [&](u32, u32, u32 l, u32 c) {
-    touched.insert({(lane + l) / 16 * 16, column + c});
-  });
+  each_element(shape, in.mod[1], in.mod[3],
+               [&](u32, u32, u32 l, u32 c) { touched.insert({(lane + l) / 16 * 16, column + c}); });
   for (auto [l, c] : touched) tmem_access(m, cta, l, c, 1, !is_load, who, time, w.know, what);
   each_element(shape, in.mod[1], in.mod[3], [&](u32 r, u32 t, u32 l, u32 c) {
     u32& value = tmem_row(cta, lane + l)[column + c];
@@ -254,7 +258,8 @@ void Mma::run() const {
     if (cta[c]->exited) throw Fault("exited-cta", what + " uses an exited CTA");
     read_matrix(source_b(c), true, n, b_values.data() + c * (n / group));
   }
-  if (negate_b) for (float& v : b_values) v = -v;
+  if (negate_b)
+    for (float& v : b_values) v = -v;
   for (u32 c = 0; c < group; c++) {
     if (a_in_tmem) {
       u32 e = element_bytes(a_type);
@@ -265,15 +270,19 @@ void Mma::run() const {
     } else {
       read_matrix(source_a(c), false, deep, a_values.data());
     }
-    if (negate_a) for (float& v : a_values) v = -v;
+    if (negate_a)
+      for (float& v : a_values) v = -v;
     for (u32 r = 0; r < rows_each(); r++) {
       u32 halves = split() ? 2 : 1, wide = columns();
       for (u32 half = 0; half < halves; half++) {
         float* row = (float*)(tmem_row(*cta[c], lane_of(r, half)) + d_column);
-        if (accumulate) memcpy(&d[half * wide], row, 4 * wide);
-        else std::fill_n(&d[half * wide], wide, 0.0f);
+        if (accumulate)
+          memcpy(&d[half * wide], row, 4 * wide);
+        else
+          std::fill_n(&d[half * wide], wide, 0.0f);
       }
-      if (scale) for (float& v : d) v = std::ldexp(v, -int(scale));
+      if (scale)
+        for (float& v : d) v = std::ldexp(v, -int(scale));
       multiply_accumulate(d.data(), &a_values[r * deep], b_values.data(), n, deep);
       for (u32 half = 0; half < halves; half++) {
         u32 lane = lane_of(r, half);
@@ -321,7 +330,8 @@ void issue_mma(Machine& m, Warp& w, const Instr& in, u32 lanes) {
   op.deep = 32 / element_bytes(op.a_type);
   if ((idesc >> 4 & 3) != 1) throw Fault("descriptor", "accumulators other than float32");
   if (idesc & 7) throw Fault("descriptor", "sparse products are not modelled");
-  bool good_rows = op.group == 1 ? op.rows == 64 || op.rows == 128 : op.rows == 128 || op.rows == 256;
+  bool good_rows =
+      op.group == 1 ? op.rows == 64 || op.rows == 128 : op.rows == 128 || op.rows == 256;
   u32 step = op.rows == 64 ? 8 : op.group == 2 && op.rows == 256 ? 32 : 16;
   if (op.group == 2 && op.rows == 256) step = 16;
   if (!good_rows || op.n < 8 || op.n > 256 || op.n % step) {
@@ -372,11 +382,18 @@ void commit(Machine& m, Warp& w, const Instr& in, u32 lanes) {
 
 bool Machine::execute_tmem(Warp& w, const Instr& in, u32 lanes) {
   switch (Op(in.op)) {
-    case Op::TMEM_ALLOC: return allocate(*this, w, in);
-    case Op::TMEM_DEALLOC: deallocate(*this, w, in); return true;
-    case Op::TMEM_RELINQUISH: w.cta->tmem.may_allocate = false; return true;
+    case Op::TMEM_ALLOC:
+      return allocate(*this, w, in);
+    case Op::TMEM_DEALLOC:
+      deallocate(*this, w, in);
+      return true;
+    case Op::TMEM_RELINQUISH:
+      w.cta->tmem.may_allocate = false;
+      return true;
     case Op::TMEM_LD:
-    case Op::TMEM_ST: load_store(*this, w, in); return true;
+    case Op::TMEM_ST:
+      load_store(*this, w, in);
+      return true;
     case Op::TMEM_WAIT_LD:
       w.know.seen.raise(w.tmem_loads, w.load_time++);
       w.loading.clear();
@@ -384,10 +401,16 @@ bool Machine::execute_tmem(Warp& w, const Instr& in, u32 lanes) {
     case Op::TMEM_WAIT_ST:
       w.know.seen.raise(w.tmem_stores, w.store_time++);
       return true;
-    case Op::TMEM_FENCE: return true;
-    case Op::TMEM_MMA: issue_mma(*this, w, in, lanes); return true;
-    case Op::TMEM_COMMIT: commit(*this, w, in, lanes); return true;
-    default: throw Fault("unknown", "tensor memory operation");
+    case Op::TMEM_FENCE:
+      return true;
+    case Op::TMEM_MMA:
+      issue_mma(*this, w, in, lanes);
+      return true;
+    case Op::TMEM_COMMIT:
+      commit(*this, w, in, lanes);
+      return true;
+    default:
+      throw Fault("unknown", "tensor memory operation");
   }
 }
 

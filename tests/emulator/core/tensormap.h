@@ -9,14 +9,14 @@ namespace emu {
 struct TensorMap {
   u64 base;
   u32 rank;
-  u32 dtype;         // CUtensorMapDataType
+  u32 dtype;  // CUtensorMapDataType
   u32 element_bytes;
-  u64 size[5];       // elements
-  u64 stride[5];     // bytes; stride[0] is the size of an element
-  u32 box[5];        // elements
+  u64 size[5];    // elements
+  u64 stride[5];  // bytes; stride[0] is the size of an element
+  u32 box[5];     // elements
   u32 element_stride[5];
-  u32 interleave;    // CUtensorMapInterleave
-  u32 swizzle;       // CUtensorMapSwizzle: 0, 32, 64 or 128 bytes
+  u32 interleave;  // CUtensorMapInterleave
+  u32 swizzle;     // CUtensorMapSwizzle: 0, 32, 64 or 128 bytes
   u32 l2_promotion;
   bool fill_nan;
 

@@ -37,10 +37,21 @@ void shuffle(Machine& m, Warp& w, const Instr& in, u32 lanes) {
     int low = l & segment, high = low | (clamp & ~segment), from = l;
     bool inside = false;
     switch (in.mod[0]) {
-      case kUp: from = l - int(b); inside = from >= high; break;
-      case kDown: from = l + int(b); inside = from <= high; break;
-      case kBfly: from = l ^ int(b); inside = from <= high; break;
-      default: from = low | (b & ~segment); inside = from <= high;
+      case kUp:
+        from = l - int(b);
+        inside = from >= high;
+        break;
+      case kDown:
+        from = l + int(b);
+        inside = from <= high;
+        break;
+      case kBfly:
+        from = l ^ int(b);
+        inside = from <= high;
+        break;
+      default:
+        from = low | (b & ~segment);
+        inside = from <= high;
     }
     if (!inside) from = l;
     if (!(lanes >> from & 1)) {
@@ -106,13 +117,26 @@ void reduce(Machine& m, Warp& w, const Instr& in, u32 lanes) {
   for (u32 rest = lanes & (lanes - 1); rest; rest &= rest - 1) {
     u32 v = u32(m.lane(w, m.operand(in, 1), first_lane(rest)));
     switch (in.mod[0]) {
-      case kAdd: r += v; break;
-      case kMin: r = is_signed ? u32(std::min(i32(r), i32(v))) : std::min(r, v); break;
-      case kMax: r = is_signed ? u32(std::max(i32(r), i32(v))) : std::max(r, v); break;
-      case kAnd: r &= v; break;
-      case kOr: r |= v; break;
-      case kXor: r ^= v; break;
-      default: throw Fault("unknown", "redux operation");
+      case kAdd:
+        r += v;
+        break;
+      case kMin:
+        r = is_signed ? u32(std::min(i32(r), i32(v))) : std::min(r, v);
+        break;
+      case kMax:
+        r = is_signed ? u32(std::max(i32(r), i32(v))) : std::max(r, v);
+        break;
+      case kAnd:
+        r &= v;
+        break;
+      case kOr:
+        r |= v;
+        break;
+      case kXor:
+        r ^= v;
+        break;
+      default:
+        throw Fault("unknown", "redux operation");
     }
   }
   for (u32 rest = lanes; rest; rest &= rest - 1) {
@@ -167,21 +191,37 @@ void transpose_matrix(Machine& m, Warp& w, const Instr& in) {
 
 bool Machine::execute_warp_wide(Warp& w, const Instr& in, u32 lanes) {
   switch (Op(in.op)) {
-    case Op::ELECT: elect(*this, w, in, lanes); break;
-    case Op::SHFL: shuffle(*this, w, in, lanes); break;
-    case Op::VOTE: vote(*this, w, in, lanes); break;
-    case Op::MATCH: match(*this, w, in, lanes); break;
-    case Op::REDUX: reduce(*this, w, in, lanes); break;
+    case Op::ELECT:
+      elect(*this, w, in, lanes);
+      break;
+    case Op::SHFL:
+      shuffle(*this, w, in, lanes);
+      break;
+    case Op::VOTE:
+      vote(*this, w, in, lanes);
+      break;
+    case Op::MATCH:
+      match(*this, w, in, lanes);
+      break;
+    case Op::REDUX:
+      reduce(*this, w, in, lanes);
+      break;
     case Op::ACTIVEMASK:
       for (u32 rest = lanes; rest; rest &= rest - 1) {
         ((u32*)at(w, operand(in, 0)))[first_lane(rest)] = lanes;
       }
       break;
-    case Op::WARP_SYNC: break;
+    case Op::WARP_SYNC:
+      break;
     case Op::LDMATRIX:
-    case Op::STMATRIX: matrix_memory(*this, w, in); break;
-    case Op::MOVMATRIX: transpose_matrix(*this, w, in); break;
-    default: throw Fault("unknown", "warp-wide operation");
+    case Op::STMATRIX:
+      matrix_memory(*this, w, in);
+      break;
+    case Op::MOVMATRIX:
+      transpose_matrix(*this, w, in);
+      break;
+    default:
+      throw Fault("unknown", "warp-wide operation");
   }
   return true;
 }

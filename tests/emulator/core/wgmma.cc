@@ -67,8 +67,10 @@ void multiply(Machine& m, Warp& w, const Instr& in) {
       }
     }
   }
-  if (in.mod[kNegate] & 1) for (float& v : a) v = -v;
-  if (in.mod[kNegate] & 2) for (float& v : b) v = -v;
+  if (in.mod[kNegate] & 1)
+    for (float& v : a) v = -v;
+  if (in.mod[kNegate] & 2)
+    for (float& v : b) v = -v;
 
   u32 keep = m.predicate(w, m.operand(in, 0));
   u32 first = 2 + a_count;
@@ -110,8 +112,11 @@ void multiply(Machine& m, Warp& w, const Instr& in) {
 
 bool Machine::execute_wgmma(Warp& w, const Instr& in) {
   switch (Op(in.op)) {
-    case Op::WGMMA: multiply(*this, w, in); return true;
-    case Op::WGMMA_FENCE: return true;
+    case Op::WGMMA:
+      multiply(*this, w, in);
+      return true;
+    case Op::WGMMA_FENCE:
+      return true;
     case Op::WGMMA_COMMIT:
       w.wgmma_committed++;
       w.wgmma_open = false;
@@ -129,7 +134,8 @@ bool Machine::execute_wgmma(Warp& w, const Instr& in) {
       std::erase_if(w.in_flight, [&](auto& f) { return f.second <= w.wgmma_waited; });
       return true;
     }
-    default: throw Fault("unknown", "wgmma operation");
+    default:
+      throw Fault("unknown", "wgmma operation");
   }
 }
 
