@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from . import native
+from .encode import Program
 from .launch import Exported, Launch, registers_per_thread
 from .lower import lower
-from .encode import Program
 from .ptx import Module, parse
 
 MODES = {"in order": 0, "random": 1, "adversarial": 2}

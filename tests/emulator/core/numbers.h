@@ -2,6 +2,7 @@
 #pragma once
 #include <cmath>
 #include <cstring>
+#include <vector>
 
 #include "program.h"
 
@@ -74,10 +75,21 @@ inline u32 to_small(float f, int exponent, int mantissa, bool ieee, bool saturat
   return sign | bits;
 }
 
-inline float from_half(u16 bits) { return from_small(bits, 5, 10, true); }
+// All values of a narrow format.
+template <int kExponent, int kMantissa, bool kIeee>
+inline float from_table(u32 bits) {
+  static const std::vector<float> table = [] {
+    std::vector<float> t(2u << (kExponent + kMantissa));
+    for (u32 i = 0; i < t.size(); i++) t[i] = from_small(i, kExponent, kMantissa, kIeee);
+    return t;
+  }();
+  return table[bits];
+}
+
+inline float from_half(u16 bits) { return from_table<5, 10, true>(bits); }
 inline u16 to_half(float f) { return u16(to_small(f, 5, 10, true, false)); }
-inline float from_e4m3(u8 bits) { return from_small(bits, 4, 3, false); }
-inline float from_e5m2(u8 bits) { return from_small(bits, 5, 2, true); }
+inline float from_e4m3(u8 bits) { return from_table<4, 3, false>(bits); }
+inline float from_e5m2(u8 bits) { return from_table<5, 2, true>(bits); }
 inline u8 to_e4m3(float f) { return u8(to_small(f, 4, 3, false, true)); }
 inline u8 to_e5m2(float f) { return u8(to_small(f, 5, 2, true, true)); }
 inline float from_tf32(u32 bits) { return as_float(bits & 0xFFFFE000); }
