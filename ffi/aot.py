@@ -110,10 +110,13 @@ def main():
         initializer=start_worker,
         initargs=(args.arch,),
     ) as pool:
-        futures = {pool.submit(compile_to, args.out, spec): spec for spec in specs}
+        futures = {pool.submit(compile_to, args.out, spec): spec.name for spec in specs}
         try:
             for done in concurrent.futures.as_completed(futures):
-                name = futures[done].name
+                name = futures[done]
+                if error := done.exception():
+                    error.add_note(f"while compiling {name}")
+                    raise error
                 rows[name] = done.result()
                 seconds = time.monotonic() - start
                 print(f"[{len(rows)}/{len(specs)}] {seconds:.0f} s  {name}", flush=True)

@@ -2,6 +2,7 @@
 // handlers. fake_gpu.py drives both. Device i has context 0x1000 + i; stream s is on device
 // s / 100.
 
+#include <chrono>
 #include <cstdint>
 #include <cstring>
 #include <map>
@@ -102,7 +103,7 @@ int cuDeviceGetAttribute(int* value, int attribute, int device) {
 
 int cuLibraryLoadData(const void** library, const void* code, int*, void**, unsigned, int*, void**,
                       unsigned) {
-  std::this_thread::yield();
+  std::this_thread::sleep_for(std::chrono::milliseconds(5));  // for other threads to get in
   int result = Call("cuLibraryLoadData", Field("code", reinterpret_cast<uintptr_t>(code)));
   if (result == 0) *library = code;
   return result;
@@ -285,6 +286,7 @@ const char* xla_call(XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*), int stage, u
 
   thread_local std::string message;
   XLA_FFI_Error* error = handler(&frame);
+  if (!contexts.empty()) return "the handler left a context current";
   if (!error) return nullptr;
   message = error->message;
   delete error;
