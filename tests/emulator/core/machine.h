@@ -217,6 +217,7 @@ struct Machine {
   u32 register_bytes = 0, local_bytes = 0, static_smem = 0;
   std::span<const u8> params;
   std::vector<Region> regions;
+  const Region* last_region = nullptr;  // that an access was found in
   Options options{};
   LaunchConfig launch{};
 
@@ -228,6 +229,7 @@ struct Machine {
   u64 progress = 1;  // grows with every change another warp may wait for
   std::mt19937 random;
   std::vector<Hazard> hazards;
+  std::set<std::string> reported;
   u64 instructions = 0, async_count = 0, barrier_phases = 0;
 
   void run();
@@ -243,8 +245,9 @@ struct Machine {
   void load(Warp& w, const Instr& in, u32 lanes);
   void store(Warp& w, const Instr& in, u32 lanes);
   void atomic(Warp& w, const Instr& in, u32 lanes);
-  void report(const Conflict& c, Cluster& cluster, const std::string& what);
-  void hazard(const std::string& kind, const std::string& what);
+  void report(const Conflict& c, Cluster& cluster, const std::string& what,
+              const std::string& where);
+  void hazard(const std::string& kind, const std::string& what, const std::string& where = "");
 
   // Barriers (barriers.cc)
   Mbarrier& mbarrier(Cta& cta, u32 offset, const char* what);

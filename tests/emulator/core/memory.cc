@@ -36,31 +36,27 @@ u8 word_mask(u32 first, u32 count) {
 
 }  // namespace
 
-void Machine::hazard(const std::string& kind, const std::string& what) {
-  for (const Hazard& h : hazards) {
-    if (h.kind == kind && h.what == what) return;
-  }
-  hazards.push_back({kind, what});
+void Machine::hazard(const std::string& kind, const std::string& what, const std::string& where) {
+  // One report for each instruction of a warp, however many addresses are concerned.
+  if (!reported.insert(kind + what).second) return;
+  hazards.push_back({kind, what + where});
   if (hazards.size() > 20) throw Fault("too-many", "more than 20 hazards");
 }
 
-void Machine::report(const Conflict& c, Cluster& cluster, const std::string& what) {
-  if (c.kind != Conflict::kNone) hazard(kKinds[c.kind], what + " " + explain(c, cluster));
+void Machine::report(const Conflict& c, Cluster& cluster, const std::string& what,
+                     const std::string& where) {
+  if (c.kind) hazard(kKinds[c.kind], what, where + " " + explain(c, cluster));
 }
 
 u8* Machine::global_quiet(u64 address, u64 bytes, bool write) {
-  static thread_local const Region* last = nullptr;
-  static thread_local const Machine* owner = nullptr;
-  if (owner == this && last && address >= last->begin && address + bytes <= last->end &&
-      (!write || last->writable)) {
-    return (u8*)address;
-  }
+  auto holds = [&](const Region& r) {
+    return address >= r.begin && address + bytes <= r.end && (!write || r.writable);
+  };
+  if (last_region && holds(*last_region)) return (u8*)address;
   for (const Region& r : regions) {
-    if (address >= r.begin && address + bytes <= r.end && (!write || r.writable)) {
-      last = &r;
-      owner = this;
-      return (u8*)address;
-    }
+    if (!holds(r)) continue;
+    last_region = &r;
+    return (u8*)address;
   }
   return nullptr;
 }
@@ -114,9 +110,8 @@ u8* Machine::shared(Warp& w, u32 address, u32 bytes, bool write, bool check) {
         write ? cta.shadow.write(cell, words, mask, w.agent, w.next_time(), w.know, Proxy::kGeneric)
               : cta.shadow.read(cell, words, mask, w.agent, w.next_time(), w.know, Proxy::kGeneric);
     if (c.kind) {
-      report(c, *cta.cluster,
-             text("%s: %s of shared memory 0x%x", w.name().c_str(), write ? "write" : "read",
-                  address + done));
+      report(c, *cta.cluster, w.name() + (write ? ": write" : ": read"),
+             text(" of shared memory 0x%x", address + done));
     }
     done += count;
   }
@@ -141,9 +136,8 @@ void Machine::async_access(Cta& cta, u32 offset, u32 bytes, bool write, Agent wh
         write ? cta.shadow.write(cell, words, mask, who, time, know, Proxy::kAsync)
               : cta.shadow.read(cell, words, mask, who, time, know, Proxy::kAsync, check_written);
     if (c.kind) {
-      report(c, *cta.cluster,
-             text("%s: %s of shared memory 0x%x of CTA %u", what, write ? "write" : "read",
-                  offset + done, cta.rank));
+      report(c, *cta.cluster, std::string(what) + (write ? ": write" : ": read"),
+             text(" of shared memory 0x%x of CTA %u", offset + done, cta.rank));
     }
     done += count;
   }

@@ -249,6 +249,12 @@ bool Machine::execute(Warp& w, Group& g, const Instr& in, u32 lanes) {
       break;
   }
   Op op = Op(in.op);
+  // Each thread that executes one of these issues it; a warp must elect one.
+  bool once = op == Op::TMA_LOAD || op == Op::BULK_LOAD || op == Op::TMEM_MMA ||
+              op == Op::TMEM_COMMIT || op == Op::CLC_TRY_CANCEL;
+  if (once && lanes & (lanes - 1)) {
+    hazard("multi-issue", text("%s: issued by lanes 0x%08x", w.name().c_str(), lanes));
+  }
   if (op >= Op::BAR_SYNC && op <= Op::MBAR_TRY_PARITY) return execute_barrier(w, g, in, lanes);
   if (op >= Op::ELECT && op <= Op::MOVMATRIX) return execute_warp_wide(w, in, lanes);
   if (op >= Op::WGMMA && op <= Op::WGMMA_WAIT) return execute_wgmma(w, in);
@@ -276,7 +282,7 @@ void Machine::step(Warp& w, u32 budget) {
         }
       }
     }
-    bool ran = false;
+    bool ran = false, stuck = true;
     std::string first_wait;
     for (size_t i = 0; i < groups.size() && !ran; i++) {
       if (i) std::swap(groups[0], groups[i]);
@@ -309,6 +315,7 @@ void Machine::step(Warp& w, u32 budget) {
         w.waiting = text("the other lanes of the warp at line %d (has 0x%08x)", in.line, lanes);
       } else {
         if (!w.in_flight.empty() || !w.loading.empty()) check_registers(w, in);
+        stuck = false;
         if (execute(w, g, in, lanes)) {
           groups[0].pc++;
           ran = true;
@@ -323,6 +330,7 @@ void Machine::step(Warp& w, u32 budget) {
     }
     if (!ran) {
       if (!first_wait.empty()) w.waiting = first_wait;
+      if (stuck) throw Fault("convergence", w.name() + ": waits for " + w.waiting);
       w.blocked_at = progress;
       return;
     }

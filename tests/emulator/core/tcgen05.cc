@@ -38,9 +38,8 @@ void tmem_access(Machine& m, Cta& cta, u32 lane, u32 column, u32 columns, bool w
     Conflict conflict = write ? s.write(cell, 1, 1, who, time, know, Proxy::kGeneric)
                               : s.read(cell, 1, 1, who, time, know, Proxy::kGeneric);
     if (conflict.kind) {
-      m.report(conflict, *cta.cluster,
-               text("%s: %s of tensor memory lane %u column %u of CTA %u", what.c_str(),
-                    write ? "write" : "read", lane, c, cta.rank));
+      m.report(conflict, *cta.cluster, what + (write ? ": write" : ": read"),
+               text(" of tensor memory lane %u column %u of CTA %u", lane, c, cta.rank));
     }
   }
 }
