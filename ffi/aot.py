@@ -4,7 +4,8 @@
     python ffi/aot.py --arch sm_90a --out DIR --list     prints the objects that makes
 
 kernels.inc has one row per kernel: KERNEL(name, dtype, out_dtype, transpose_rhs, load_library,
-load_to_device, launch), the last three being symbols of the object.
+load_to_device, launch), the last three being symbols of the object. What DIR holds of an earlier
+run is kept where its sources are the same.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import fnmatch
+import hashlib
 import importlib
+import importlib.metadata
+import inspect
 import multiprocessing
 import os
 import re
@@ -61,8 +65,37 @@ def start_worker(arch):
         )
 
 
-def compile_to(out, spec):
-    """Writes spec's object into the folder out and returns its row."""
+def fingerprint():
+    """Hash of all that goes into a kernel beside its spec.
+
+    The tables of tiling do not: changing a choice compiles nothing anew.
+    """
+    sources = [Path(__file__), *sorted((ROOT / "pearl_jax/kernels").glob("*.py"))]
+    constants = {name: x for name, x in vars(tiling).items() if isinstance(x, int)}
+    parts = (
+        *(path.read_text() for path in sources),
+        *(inspect.getsource(x) for x in (tiling.TileConfig, tiling.KernelSpec)),
+        repr(constants),
+        importlib.metadata.version("nvidia-cutlass-dsl"),
+    )
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def compile_to(out, key, spec):
+    """Writes spec's object into the folder out, unless it is there, and returns its row."""
+    record = out / f"{spec.name}.row"
+    if record.exists():
+        old_key, row = record.read_text().split(maxsplit=1)
+        if old_key == key:
+            (out / f"{spec.name}.o").touch()  # newer than the sources again, for the build tool
+            return row
+        record.unlink()
+    row = compile_anew(out, spec)
+    record.write_text(f"{key} {row}")
+    return row
+
+
+def compile_anew(out, spec):
     from cutlass.base_dsl.compiler import HostTarget
 
     compiled = importlib.import_module(MODULES[spec.arch]).compile_kernel(spec)
@@ -103,6 +136,7 @@ def main():
         return
 
     args.out.mkdir(parents=True, exist_ok=True)
+    key = fingerprint()
     rows, start = {}, time.monotonic()
     with concurrent.futures.ProcessPoolExecutor(
         max(1, min(args.jobs, len(specs))),
@@ -110,7 +144,7 @@ def main():
         initializer=start_worker,
         initargs=(args.arch,),
     ) as pool:
-        futures = {pool.submit(compile_to, args.out, spec): spec.name for spec in specs}
+        futures = {pool.submit(compile_to, args.out, key, spec): spec.name for spec in specs}
         try:
             for done in concurrent.futures.as_completed(futures):
                 name = futures[done]
