@@ -77,14 +77,14 @@ class KernelSpec:
 _TILES = {
     "sm_90a": (
         TileConfig(32, 256),
-        TileConfig(32, 256, 64),
         TileConfig(64, 256),
-        TileConfig(64, 256, 64),
+        TileConfig(128, 128),
+        TileConfig(128, 128, 128, 2),
         TileConfig(128, 256, 64),
         TileConfig(128, 256, 64, 2),
+        TileConfig(128, 256, 128),
         TileConfig(256, 128),
-        TileConfig(256, 128, 128, 2),
-        TileConfig(64, 128, 128, 2),
+        TileConfig(256, 128, 64),
     )
 }
 

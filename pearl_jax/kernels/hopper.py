@@ -30,7 +30,7 @@ assert _WARPGROUP * (_PRODUCER_REGISTERS + _CONSUMERS * _CONSUMER_REGISTERS) <= 
 
 # Token extents of the tensor core instruction; a work tile takes the least that covers
 # its rows. Multiples of the 16 tokens that one round of stores covers.
-_EXTENTS = (16, 32, 48, 64, 96, 128, 192, 256)
+_EXTENTS = (*range(16, 129, 16), 160, 192, 224, 256)
 
 
 class HopperGroupedMatmul:
@@ -123,7 +123,6 @@ class HopperGroupedMatmul:
             tokens,
             cute.slice_(tokens_smem, (None, None, 0, 0)),
             (self.box_rows, K_TILE),
-            self.tile.cluster,
         )
         self.kernel(
             weights_atom,
@@ -240,11 +239,12 @@ class HopperGroupedMatmul:
             atom, 0, cute.make_layout(1), cute.group_modes(stage, 0, 2), cute.group_modes(tiles, 0, 2)
         )
         state = ring.producer_state()
-        index = scheduler.first_tile()
-        chunk, work = scheduler.find(scheduler.start(), index)
+        share = Int32(0)
+        chunk, num_tiles = scheduler.start()
+        chunk, work = scheduler.find(chunk, num_tiles, share)
         while work.valid:
             column_tile = work.column // self.tile.n
-            for i in range(num_stages):
+            for i in range(num_stages if work.rows > 0 else 0):
                 ring.acquire(state, self.weights_bytes)
                 cute.copy(
                     atom,
@@ -253,8 +253,8 @@ class HopperGroupedMatmul:
                     tma_bar_ptr=ring.full_barrier(state),
                 )
                 state.advance()
-            index += scheduler.tile_step()
-            chunk, work = scheduler.find(chunk, index)
+            share += 1
+            chunk, work = scheduler.find(chunk, num_tiles, share)
         ring.drain(state)
 
     @cute.jit
@@ -263,8 +263,9 @@ class HopperGroupedMatmul:
         if cutlass.const_expr(self.tile.cluster > 1):
             multicast["mcast_mask"] = cutlass.Int16((1 << self.tile.cluster) - 1)
         state = ring.producer_state()
-        index = scheduler.first_tile()
-        chunk, work = scheduler.find(scheduler.start(), index)
+        share = Int32(0)
+        chunk, num_tiles = scheduler.start()
+        chunk, work = scheduler.find(chunk, num_tiles, share)
         while work.valid:
             first = work.lhs_batch * m + work.row
             # (box, box of rows, K tile)
@@ -279,7 +280,7 @@ class HopperGroupedMatmul:
                 cute.group_modes(boxes, 0, 2),
             )
             num_boxes = cute.ceil_div(work.rows, self.box_rows)
-            for i in range(k_tiles):
+            for i in range(k_tiles if work.rows > 0 else 0):
                 ring.acquire(state, num_boxes * self.box_bytes)
                 # The CTAs of a cluster take turns; what one copies lands in all of them.
                 for box in range(scheduler.rank(), num_boxes, self.tile.cluster):
@@ -291,8 +292,8 @@ class HopperGroupedMatmul:
                         **multicast,
                     )
                 state.advance()
-            index += scheduler.tile_step()
-            chunk, work = scheduler.find(chunk, index)
+            share += 1
+            chunk, work = scheduler.find(chunk, num_tiles, share)
         ring.drain(state)
 
     @cute.jit
@@ -315,8 +316,9 @@ class HopperGroupedMatmul:
     ):
         weights_state = weights_ring.consumer_state()
         tokens_state = tokens_ring.consumer_state()
-        index = scheduler.first_tile()
-        chunk, work = scheduler.find(scheduler.start(), index)
+        share = Int32(0)
+        chunk, num_tiles = scheduler.start()
+        chunk, work = scheduler.find(chunk, num_tiles, share)
         while work.valid:
             for i in cutlass.range_constexpr(len(self.extents)):
                 least = self.extents[i - 1] if i else 0
@@ -335,8 +337,8 @@ class HopperGroupedMatmul:
                         n,
                         k_tiles,
                     )
-            index += scheduler.tile_step()
-            chunk, work = scheduler.find(chunk, index)
+            share += 1
+            chunk, work = scheduler.find(chunk, num_tiles, share)
 
     @cute.jit
     def multiply_tile(

@@ -2,7 +2,8 @@
 
 Work tiles are numbered by batch, group, column tile and, fastest, row tile, so that the
 row tiles of one group read the same weights at about the same time. Cluster c takes the
-tiles c, c + clusters, c + 2 clusters and so on; each of its CTAs one column tile of it. Every warp that needs the tiles walks by itself:
+tiles c, c + clusters, c + 2 clusters and so on; each of its CTAs one column tile of it.
+The last round has fewer tiles than clusters: their rows are dealt out to all of them. Every warp that needs the tiles walks by itself:
 its 32 lanes hold 32 groups at a time, and one ballot finds the group of a tile.
 
 Negative sizes count as 0, and the sum is cut off at m.
@@ -23,6 +24,11 @@ _LANES = 32
 
 # All tiles of a group but the last have a multiple of this many rows.
 ROW_ALIGN = 16
+
+# What remains after the last round in which every cluster gets a tile is split by rows
+# into this many parts a tile, for tiles of so many rows that splitting pays.
+_PARTS = 16
+_SPLIT_ROWS = 128
 
 
 @native_struct
@@ -86,12 +92,10 @@ class Scheduler:
     def rank(self):
         return cute.arch.block_idx_in_cluster() if self.tile.cluster > 1 else 0
 
-    def first_tile(self) -> Int32:
-        """The tile that this CTA starts with."""
+    def _cluster(self):
         return cute.arch.block_idx()[0] // self.tile.cluster
 
-    def tile_step(self) -> Int32:
-        """From one of its tiles to the next."""
+    def _clusters(self):
         return cute.arch.grid_dim()[0] // self.tile.cluster
 
     def _chunks_per_batch(self):
@@ -181,16 +185,58 @@ class Scheduler:
         )
 
     @cute.jit
-    def start(self) -> Chunk:
-        """The first chunk, from which a walk starts."""
-        return self._load(Int32(0), Int32(0), Int32(0))
+    def start(self):
+        """The chunk from which a walk starts, and the number of tiles if it matters."""
+        num_tiles, index, row = Int32(0), Int32(0), Int32(0)
+        if cutlass.const_expr(self._splits()):
+            while index <= self._last_chunk():
+                chunk = self._load(index, num_tiles, row)
+                num_tiles += chunk.num_tiles
+                row = chunk.end_row
+                index += 1
+        return self._load(Int32(0), Int32(0), Int32(0)), num_tiles
+
+    def _last_chunk(self):
+        return self._chunks_per_batch() * self.num_batches - 1
 
     @cute.jit
-    def find(self, chunk: Chunk, tile: Int32):
-        """Work tile number tile, and its chunk; tile must not lie before the given chunk."""
-        last = self._chunks_per_batch() * self.num_batches - 1
-        while tile >= chunk.first_tile + chunk.num_tiles and chunk.index < last:
-            chunk = self._load(chunk.index + 1, chunk.first_tile + chunk.num_tiles, chunk.end_row)
+    def _next(self, chunk: Chunk) -> Chunk:
+        return self._load(chunk.index + 1, chunk.first_tile + chunk.num_tiles, chunk.end_row)
+
+    def _splits(self):
+        return self.tile.m >= _SPLIT_ROWS
+
+    @cute.jit
+    def _share(self, i: Int32, num_tiles: Int32):
+        """Share i of this cluster: a tile, and which of its parts, [begin, end)."""
+        tile, begin, end = self._cluster() + i * self._clusters(), Int32(0), Int32(_PARTS)
+        if cutlass.const_expr(self._splits()):
+            left = num_tiles % self._clusters()
+            whole = num_tiles - left
+            if tile >= whole:
+                # All parts of the tiles that are left, in order, are dealt out evenly. Those
+                # of a cluster lie in one tile, its first share, or run on into the next.
+                begin = self._cluster() * left * _PARTS // self._clusters()
+                end = (self._cluster() + 1) * left * _PARTS // self._clusters()
+                tile = whole + begin // _PARTS
+                border = (begin // _PARTS + 1) * _PARTS
+                if i * self._clusters() == whole:
+                    end = cutlass.min(end, border)
+                elif i * self._clusters() == whole + self._clusters():
+                    begin = border
+                    tile += 1
+                else:
+                    end = begin
+                begin -= (tile - whole) * _PARTS
+                end -= (tile - whole) * _PARTS
+        return tile, begin, end
+
+    @cute.jit
+    def find(self, chunk: Chunk, num_tiles: Int32, i: Int32):
+        """Share i of the work of this cluster, and its chunk; i must not go down."""
+        tile, begin, end = self._share(i, num_tiles)
+        while tile >= chunk.first_tile + chunk.num_tiles and chunk.index < self._last_chunk():
+            chunk = self._next(chunk)
 
         local = tile - chunk.first_tile
         passed = cute.arch.popc(cute.arch.vote_ballot_sync(local >= chunk.lane_end_tile))
@@ -202,13 +248,22 @@ class Scheduler:
         # Row tiles of about the same size, so that none is nearly empty.
         step = cute.round_up(cute.ceil_div(rows, row_tiles), ROW_ALIGN)
         first = (local - column_tile * row_tiles) * step
+        rows = cutlass.min(rows - first, step)
+        if cutlass.const_expr(self._splits()):
+            skipped = self._rows_before(rows, begin)
+            rows = self._rows_before(rows, end) - skipped
+            first += skipped
         work = WorkTile(
-            valid=passed < _LANES,
+            valid=passed < _LANES and begin < end,
             lhs_batch=chunk.lhs_batch,
             out_batch=chunk.out_batch,
             group=cute.arch.shuffle_sync(chunk.lane_group, lane),
             row=cute.arch.shuffle_sync(chunk.lane_row, lane) + first,
-            rows=cutlass.min(rows - first, step),
+            rows=rows,
             column=(column_tile * self.tile.cluster + self.rank()) * self.tile.n,
         )
         return chunk, work
+
+    def _rows_before(self, rows, part):
+        """Of the rows of a tile, those in parts [0, part)."""
+        return cutlass.min(cute.round_up(rows * part // _PARTS, ROW_ALIGN), rows)
