@@ -4,6 +4,7 @@ The DSL is bound to one architecture once imported, so each architecture gets a 
 own. What it compiles is kept under build/, by the content of what went into it.
 """
 
+import fcntl
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -44,25 +45,32 @@ def compile_cases(arch: str, source: str, cases: dict[str, dict]) -> dict[str, K
     for path in inputs + [CHECKOUT / "pearl_jax" / "tiling.py"]:
         digest.update(path.read_bytes())
     folder = build_folder() / f"{source}-{arch}-{digest.hexdigest()[:16]}"
-    wanted = {name: case for name, case in cases.items() if not _there(folder, name, case)}
-    if wanted:
-        folder.mkdir(exist_ok=True)
-        environment = os.environ | {
-            "CUTE_DSL_ARCH": arch,
-            "CUTE_DSL_KEEP": "ptx",
-            "CUTE_DSL_DUMP_DIR": str(folder),
-            "CUTE_DSL_NO_CACHE": "1",
-            "CUTE_DSL_DISABLE_FILE_CACHING": "1",
-        }
-        done = subprocess.run(
-            [sys.executable, str(script), arch, str(folder), json.dumps(wanted)],
-            env=environment,
-            capture_output=True,
-            text=True,
-        )
-        if done.returncode:
-            raise RuntimeError(f"{script.name} failed:\n{done.stdout}\n{done.stderr}")
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        # Of several test processes, one compiles.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        wanted = {name: case for name, case in cases.items() if not _there(folder, name, case)}
+        if wanted:
+            _compile(script, arch, folder, wanted)
     return {name: _read(folder, name) for name in cases}
+
+
+def _compile(script: Path, arch: str, folder: Path, cases: dict[str, dict]) -> None:
+    environment = os.environ | {
+        "CUTE_DSL_ARCH": arch,
+        "CUTE_DSL_KEEP": "ptx",
+        "CUTE_DSL_DUMP_DIR": str(folder),
+        "CUTE_DSL_NO_CACHE": "1",
+        "CUTE_DSL_DISABLE_FILE_CACHING": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, str(script), arch, str(folder), json.dumps(cases)],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise RuntimeError(f"{script.name} failed:\n{done.stdout}\n{done.stderr}")
 
 
 def _there(folder: Path, name: str, case: dict) -> bool:

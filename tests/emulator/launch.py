@@ -182,13 +182,23 @@ def _cubin(address: int) -> bytes:
 
 
 def registers_per_thread(cubin: bytes) -> dict[str, int]:
-    """By kernel: the registers of a thread at entry, which the cubin's section headers hold."""
+    """By kernel: the registers of a thread at entry, as the cubin's .nv.info section says."""
     sections, entry_size, count, names = struct.unpack_from("<Q10xHHH", cubin, 0x28)
     rows = [struct.unpack_from("<IIQQQQII", cubin, sections + i * entry_size) for i in range(count)]
-    strings = rows[names][4]
-    found = {}
-    for row in rows:
-        name = cubin[strings + row[0] :].split(b"\0", 1)[0].decode()
-        if name.startswith(".text."):
-            found[name.removeprefix(".text.")] = row[7] >> 24
+    content = lambda row: cubin[row[4] : row[4] + row[5]]
+    text = lambda strings, at: strings[at:].split(b"\0", 1)[0].decode()
+    by_name = {text(content(rows[names]), row[0]): row for row in rows}
+    symbols, strings = content(by_name[".symtab"]), content(by_name[".strtab"])
+    info = content(by_name[".nv.info"])
+    found, at = {}, 0
+    register_count, sized = 0x2F, 4
+    while at < len(info):
+        form, attribute, size = struct.unpack_from("<BBH", info, at)
+        at += 4
+        if form == sized and attribute == register_count:
+            symbol, registers = struct.unpack_from("<II", info, at)
+            (name,) = struct.unpack_from("<I", symbols, 24 * symbol)
+            # The hardware allocates them by eights.
+            found[text(strings, name)] = -(-registers // 8) * 8
+        at += size if form == sized else 0
     return found

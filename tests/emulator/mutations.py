@@ -16,14 +16,15 @@ SCHEDULES = [
 
 
 def edit_ptx(
-    kernel: Kernel, opcode: str, nth: int, edit: Callable[[Statement], Statement]
+    kernel: Kernel, pattern: str, nth: int, edit: Callable[[Statement], Statement]
 ) -> Kernel:
-    """The kernel with `edit` applied to the nth statement whose opcode matches."""
+    """The kernel with `edit` applied to the nth statement whose text begins like `pattern`."""
     (name,) = kernel.module.kernels
     original = kernel.module.kernels[name]
-    found = [i for i, s in enumerate(original.statements) if re.match(opcode, s.opcode)]
+    text = lambda s: f"{s.opcode} {', '.join(s.operands)}"
+    found = [i for i, s in enumerate(original.statements) if re.match(pattern, text(s))]
     if nth >= len(found):
-        raise LookupError(f"{len(found)} statements match {opcode}")
+        raise LookupError(f"{len(found)} statements match {pattern}")
     statements = list(original.statements)
     statements[found[nth]] = edit(statements[found[nth]])
     changed = replace(original, statements=statements)

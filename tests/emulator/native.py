@@ -1,6 +1,7 @@
 """Builds the C++ parts on demand and calls them."""
 
 import ctypes
+import fcntl
 import functools
 import hashlib
 import os
@@ -27,7 +28,11 @@ def compile_shared(name: str, inputs: list[Path], flags: list[str]) -> Path:
     for path in inputs:
         digest.update(path.name.encode() + path.read_bytes())
     library = build_folder() / f"{name}-{digest.hexdigest()[:16]}.so"
-    if not library.exists():
+    with library.with_suffix(".lock").open("w") as lock:
+        # Of several processes, one compiles.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if library.exists():
+            return library
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             built = Path(folder) / "out.so"
             compiler = os.environ.get("CXX", "g++")
@@ -43,7 +48,6 @@ def compile_shared(name: str, inputs: list[Path], flags: list[str]) -> Path:
             # -Bsymbolic: its own symbols, not those of a CUDA runtime that the process has loaded.
             link = [compiler, "-shared", "-Wl,-Bsymbolic,--no-undefined", "-o", str(built)]
             _run([*link, *map(str, objects), "-lm"])
-            # In one step, as several processes may build at once.
             os.rename(built, library)
     return library
 
