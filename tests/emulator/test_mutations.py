@@ -15,7 +15,6 @@ from emulator.mutations import (
     edit_launch,
     edit_ptx,
     edit_tensor_map,
-    opcode,
     operand,
     unguarded,
 )

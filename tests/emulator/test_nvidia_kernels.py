@@ -116,8 +116,8 @@ def check(kernel, gemm: Gemm, mode: str, seed: int) -> None:
 @pytest.mark.parametrize("mode", ["in order", "random", "adversarial"])
 @pytest.mark.parametrize("name", [n for cases in MANY_SCHEDULES.values() for n in cases])
 def test_20_seeds(compiled, name, mode):
-    for seed in range(20):
-        # In order, the seed only chooses the data.
+    # In order, the seed only chooses the data.
+    for seed in range(3 if mode == "in order" else 20):
         check(compiled[ARCH[name]][name], problem(name, seed), mode, seed)
 
 
