@@ -78,13 +78,10 @@ _TILES = {
     "sm_90a": (
         TileConfig(32, 256),
         TileConfig(64, 256),
-        TileConfig(128, 128),
-        TileConfig(128, 128, 128, 2),
         TileConfig(128, 256, 64),
         TileConfig(128, 256, 64, 2),
-        TileConfig(128, 256, 128),
         TileConfig(256, 128),
-        TileConfig(256, 128, 64),
+        TileConfig(256, 128, 128, 2),
     )
 }
 

@@ -30,7 +30,7 @@ assert _WARPGROUP * (_PRODUCER_REGISTERS + _CONSUMERS * _CONSUMER_REGISTERS) <= 
 
 # Token extents of the tensor core instruction; a work tile takes the least that covers
 # its rows. Multiples of the 16 tokens that one round of stores covers.
-_EXTENTS = (*range(16, 129, 16), 160, 192, 224, 256)
+_EXTENTS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 
 
 class HopperGroupedMatmul:
@@ -239,12 +239,11 @@ class HopperGroupedMatmul:
             atom, 0, cute.make_layout(1), cute.group_modes(stage, 0, 2), cute.group_modes(tiles, 0, 2)
         )
         state = ring.producer_state()
-        share = Int32(0)
-        chunk, num_tiles = scheduler.start()
-        chunk, work = scheduler.find(chunk, num_tiles, share)
+        chunk, tile, step = scheduler.start()
+        chunk, work = scheduler.find(chunk, tile)
         while work.valid:
             column_tile = work.column // self.tile.n
-            for i in range(num_stages if work.rows > 0 else 0):
+            for i in range(num_stages):
                 ring.acquire(state, self.weights_bytes)
                 cute.copy(
                     atom,
@@ -253,8 +252,8 @@ class HopperGroupedMatmul:
                     tma_bar_ptr=ring.full_barrier(state),
                 )
                 state.advance()
-            share += 1
-            chunk, work = scheduler.find(chunk, num_tiles, share)
+            tile += step
+            chunk, work = scheduler.find(chunk, tile)
         ring.drain(state)
 
     @cute.jit
@@ -263,9 +262,8 @@ class HopperGroupedMatmul:
         if cutlass.const_expr(self.tile.cluster > 1):
             multicast["mcast_mask"] = cutlass.Int16((1 << self.tile.cluster) - 1)
         state = ring.producer_state()
-        share = Int32(0)
-        chunk, num_tiles = scheduler.start()
-        chunk, work = scheduler.find(chunk, num_tiles, share)
+        chunk, tile, step = scheduler.start()
+        chunk, work = scheduler.find(chunk, tile)
         while work.valid:
             first = work.lhs_batch * m + work.row
             # (box, box of rows, K tile)
@@ -280,7 +278,7 @@ class HopperGroupedMatmul:
                 cute.group_modes(boxes, 0, 2),
             )
             num_boxes = cute.ceil_div(work.rows, self.box_rows)
-            for i in range(k_tiles if work.rows > 0 else 0):
+            for i in range(k_tiles):
                 ring.acquire(state, num_boxes * self.box_bytes)
                 # The CTAs of a cluster take turns; what one copies lands in all of them.
                 for box in range(scheduler.rank(), num_boxes, self.tile.cluster):
@@ -292,8 +290,8 @@ class HopperGroupedMatmul:
                         **multicast,
                     )
                 state.advance()
-            share += 1
-            chunk, work = scheduler.find(chunk, num_tiles, share)
+            tile += step
+            chunk, work = scheduler.find(chunk, tile)
         ring.drain(state)
 
     @cute.jit
@@ -316,9 +314,8 @@ class HopperGroupedMatmul:
     ):
         weights_state = weights_ring.consumer_state()
         tokens_state = tokens_ring.consumer_state()
-        share = Int32(0)
-        chunk, num_tiles = scheduler.start()
-        chunk, work = scheduler.find(chunk, num_tiles, share)
+        chunk, tile, step = scheduler.start()
+        chunk, work = scheduler.find(chunk, tile)
         while work.valid:
             for i in cutlass.range_constexpr(len(self.extents)):
                 least = self.extents[i - 1] if i else 0
@@ -337,8 +334,8 @@ class HopperGroupedMatmul:
                         n,
                         k_tiles,
                     )
-            share += 1
-            chunk, work = scheduler.find(chunk, num_tiles, share)
+            tile += step
+            chunk, work = scheduler.find(chunk, tile)
 
     @cute.jit
     def multiply_tile(

@@ -2,8 +2,7 @@
 
 Work tiles are numbered by batch, group, column tile and, fastest, row tile, so that the
 row tiles of one group read the same weights at about the same time. Cluster c takes the
-tiles c, c + clusters, c + 2 clusters and so on; each of its CTAs one column tile of it.
-The last round has fewer tiles than clusters: their rows are dealt out to all of them. Every warp that needs the tiles walks by itself:
+tiles c, c + clusters, c + 2 clusters and so on; each of its CTAs one column tile of it. Every warp that needs the tiles walks by itself:
 its 32 lanes hold 32 groups at a time, and one ballot finds the group of a tile.
 
 Negative sizes count as 0, and the sum is cut off at m.
@@ -25,10 +24,10 @@ _LANES = 32
 # All tiles of a group but the last have a multiple of this many rows.
 ROW_ALIGN = 16
 
-# What remains after the last round in which every cluster gets a tile is split by rows
-# into this many parts a tile, for tiles of so many rows that splitting pays.
-_PARTS = 16
-_SPLIT_ROWS = 128
+# Tiles of so many rows are bound by arithmetic, and that by the power the chip may draw.
+# Of r rounds of tiles all then get as many clusters, however many that leaves idle: a
+# shorter last round would leave power unused that the others lack (2 % on an H200).
+_EVEN_ROUNDS = 256
 
 
 @native_struct
@@ -91,12 +90,6 @@ class Scheduler:
 
     def rank(self):
         return cute.arch.block_idx_in_cluster() if self.tile.cluster > 1 else 0
-
-    def _cluster(self):
-        return cute.arch.block_idx()[0] // self.tile.cluster
-
-    def _clusters(self):
-        return cute.arch.grid_dim()[0] // self.tile.cluster
 
     def _chunks_per_batch(self):
         return cute.ceil_div(self.num_sizes, _LANES)
@@ -186,57 +179,35 @@ class Scheduler:
 
     @cute.jit
     def start(self):
-        """The chunk from which a walk starts, and the number of tiles if it matters."""
+        """The chunk that a walk starts from, this cluster's first tile, and the step to its next."""
+        cluster = cute.arch.block_idx()[0] // self.tile.cluster
+        clusters = cute.arch.grid_dim()[0] // self.tile.cluster
+        if cutlass.const_expr(self.tile.m >= _EVEN_ROUNDS):
+            num_tiles = self._num_tiles()
+            rounds = cutlass.max(cute.ceil_div(num_tiles, clusters), 1)
+            clusters = cute.ceil_div(num_tiles, rounds)
+            if cluster >= clusters:
+                cluster = num_tiles  # there is no such tile
+        return self._load(Int32(0), Int32(0), Int32(0)), cluster, clusters
+
+    @cute.jit
+    def _num_tiles(self) -> Int32:
         num_tiles, index, row = Int32(0), Int32(0), Int32(0)
-        if cutlass.const_expr(self._splits()):
-            while index <= self._last_chunk():
-                chunk = self._load(index, num_tiles, row)
-                num_tiles += chunk.num_tiles
-                row = chunk.end_row
-                index += 1
-        return self._load(Int32(0), Int32(0), Int32(0)), num_tiles
+        while index <= self._last_chunk():
+            chunk = self._load(index, num_tiles, row)
+            num_tiles += chunk.num_tiles
+            row = chunk.end_row
+            index += 1
+        return num_tiles
 
     def _last_chunk(self):
         return self._chunks_per_batch() * self.num_batches - 1
 
     @cute.jit
-    def _next(self, chunk: Chunk) -> Chunk:
-        return self._load(chunk.index + 1, chunk.first_tile + chunk.num_tiles, chunk.end_row)
-
-    def _splits(self):
-        return self.tile.m >= _SPLIT_ROWS
-
-    @cute.jit
-    def _share(self, i: Int32, num_tiles: Int32):
-        """Share i of this cluster: a tile, and which of its parts, [begin, end)."""
-        tile, begin, end = self._cluster() + i * self._clusters(), Int32(0), Int32(_PARTS)
-        if cutlass.const_expr(self._splits()):
-            left = num_tiles % self._clusters()
-            whole = num_tiles - left
-            if tile >= whole:
-                # All parts of the tiles that are left, in order, are dealt out evenly. Those
-                # of a cluster lie in one tile, its first share, or run on into the next.
-                begin = self._cluster() * left * _PARTS // self._clusters()
-                end = (self._cluster() + 1) * left * _PARTS // self._clusters()
-                tile = whole + begin // _PARTS
-                border = (begin // _PARTS + 1) * _PARTS
-                if i * self._clusters() == whole:
-                    end = cutlass.min(end, border)
-                elif i * self._clusters() == whole + self._clusters():
-                    begin = border
-                    tile += 1
-                else:
-                    end = begin
-                begin -= (tile - whole) * _PARTS
-                end -= (tile - whole) * _PARTS
-        return tile, begin, end
-
-    @cute.jit
-    def find(self, chunk: Chunk, num_tiles: Int32, i: Int32):
-        """Share i of the work of this cluster, and its chunk; i must not go down."""
-        tile, begin, end = self._share(i, num_tiles)
+    def find(self, chunk: Chunk, tile: Int32):
+        """Work tile number tile, and its chunk; tile must not lie before the given chunk."""
         while tile >= chunk.first_tile + chunk.num_tiles and chunk.index < self._last_chunk():
-            chunk = self._next(chunk)
+            chunk = self._load(chunk.index + 1, chunk.first_tile + chunk.num_tiles, chunk.end_row)
 
         local = tile - chunk.first_tile
         passed = cute.arch.popc(cute.arch.vote_ballot_sync(local >= chunk.lane_end_tile))
@@ -248,22 +219,13 @@ class Scheduler:
         # Row tiles of about the same size, so that none is nearly empty.
         step = cute.round_up(cute.ceil_div(rows, row_tiles), ROW_ALIGN)
         first = (local - column_tile * row_tiles) * step
-        rows = cutlass.min(rows - first, step)
-        if cutlass.const_expr(self._splits()):
-            skipped = self._rows_before(rows, begin)
-            rows = self._rows_before(rows, end) - skipped
-            first += skipped
         work = WorkTile(
-            valid=passed < _LANES and begin < end,
+            valid=passed < _LANES,
             lhs_batch=chunk.lhs_batch,
             out_batch=chunk.out_batch,
             group=cute.arch.shuffle_sync(chunk.lane_group, lane),
             row=cute.arch.shuffle_sync(chunk.lane_row, lane) + first,
-            rows=rows,
+            rows=cutlass.min(rows - first, step),
             column=(column_tile * self.tile.cluster + self.rank()) * self.tile.n,
         )
         return chunk, work
-
-    def _rows_before(self, rows, part):
-        """Of the rows of a tile, those in parts [0, part)."""
-        return cutlass.min(cute.round_up(rows * part // _PARTS, ROW_ALIGN), rows)
