@@ -56,7 +56,27 @@ void each_chunk(const MatrixSource& s, F f) {
 // The source as float32: out[row * stride + k], or out[k * stride + row] when `transposed`.
 void read_matrix(const MatrixSource& s, bool transposed, u32 stride, float* out);
 
-// One more block of 32 bytes along K: d[m][n] += a[m][k] b[k][n], with the tensor core's rounding.
-void multiply_accumulate(float* d, const float* a, const float* b, u32 n, u32 k);
+// The tensor core's sum of one block of 32 bytes along K. All products and the accumulator are
+// aligned to the largest exponent among them (that of a product is the sum of its factors'
+// exponents), cut off `kept` bits below it, added exactly, and the sum is cut off to float32, or
+// to fewer bits. This is what an H200 does, bit for bit, with 16-bit and 8-bit floats; that other
+// types and Blackwell do the same is an assumption.
+class ProductBlock {
+ public:
+  // `columns` columns of B, as float32 [k][column].
+  ProductBlock(Type element, std::vector<float> b, u32 columns);
+
+  // d[column] += sum over k of a[k] b[k][column].
+  void accumulate(float* d, const float* a);
+
+ private:
+  void accumulate_plainly(float* d, const float* a);
+
+  u32 columns_, depth_;
+  int kept_, result_bits_;
+  bool special_;  // there are infinities, NaN or exponents at the edge of float32
+  std::vector<float> b_, scale_;
+  std::vector<i32> exponent_, largest_, low_, high_;
+};
 
 }  // namespace emu

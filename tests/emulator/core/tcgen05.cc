@@ -259,6 +259,7 @@ void Mma::run() const {
   }
   if (negate_b)
     for (float& v : b_values) v = -v;
+  ProductBlock block(a_type, std::move(b_values), n);
   for (u32 c = 0; c < group; c++) {
     if (a_in_tmem) {
       u32 e = element_bytes(a_type);
@@ -282,7 +283,7 @@ void Mma::run() const {
       }
       if (scale)
         for (float& v : d) v = std::ldexp(v, -int(scale));
-      multiply_accumulate(d.data(), &a_values[r * deep], b_values.data(), n, deep);
+      block.accumulate(d.data(), &a_values[r * deep]);
       for (u32 half = 0; half < halves; half++) {
         u32 lane = lane_of(r, half);
         if (masked[4 * c + lane / 32] >> (lane % 32) & 1) continue;

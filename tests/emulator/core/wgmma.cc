@@ -87,9 +87,8 @@ void multiply(Machine& m, Warp& w, const Instr& in) {
   each_accumulator([&](u32 bits, float& v, int l) {
     if (keep >> l & 1) memcpy(&v, &bits, 4);
   });
-  for (u32 r = 0; r < 16; r++) {
-    multiply_accumulate(&d[r * n], &a[(16 * quarter + r) * deep], b.data(), n, deep);
-  }
+  ProductBlock block(a_type, std::move(b), n);
+  for (u32 r = 0; r < 16; r++) block.accumulate(&d[r * n], &a[(16 * quarter + r) * deep]);
   each_accumulator([&](u32& bits, float v, int) { memcpy(&bits, &v, 4); });
 
   for (u32 i = 0; i < n / 2; i++) {
