@@ -1,136 +1,38 @@
-"""Grouped matmuls beside what else JAX offers, on the shapes of real MoE models.
+"""Grouped matmuls beside what else there is, on the shapes of real MoE models.
 
   python -m benchmarks.grouped_matmul --cpu
-  python -m benchmarks.grouped_matmul --case headline --case Kimi-K3 --rounds 9
+  python -m benchmarks.grouped_matmul --case GLM-5.3 --projection gate_up --json glm.json
+  python -m benchmarks.grouped_matmul --host
 
-Columns: median milliseconds of pearl_jax; how many times longer jax.lax's ragged dot and
-the dense einsum over equal groups take (above 1: pearl_jax is faster); how many times its
-floor pearl_jax takes, and what bounds that floor. On a CPU shapes are scaled down.
+On a CPU shapes are scaled down. Columns: median milliseconds of pearl_jax; how many times
+longer jax.lax's ragged dot and the dense einsum over equal groups take (above 1: pearl_jax
+is faster); how many times its floor pearl_jax takes, and what bounds that floor.
+
+On a GPU, in bfloat16: the floor of the actual group sizes and what bounds it; microseconds
+of pearl_jax for weights (g, n, k) and (g, k, n), and how many times its floor that is; how
+many times longer each peer takes than pearl_jax with the same layout (above 1: pearl_jax
+is faster). Lines with # say which peers do not run and why; * marks a time that the host
+may have held up.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
-import time
+import os
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-import pearl_jax
-from benchmarks import protocol, shapes
+from benchmarks import cpu, gpu, host, peers, shapes
 
-HEADLINE = shapes.Shape(g=32, k=1024, n=1024)
-HEADLINE_ROWS = 512
-CASES = ("headline", *shapes.MODELS)
-ROWS_PER_GROUP = {"cpu": 32, "gpu": 256}  # mean
-GROUPINGS = ("uniform", "zipf")
-# Largest relative error of a group between two ways to compute it.
-TOLERANCES = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3}
+CASES = (cpu.HEADLINE, *shapes.MODELS)
 
 
-def _lax_dims(contracting, ragged, group):
-    return jax.lax.RaggedDotDimensionNumbers((contracting, ((), ())), ragged, group)
-
-
-_TRANSPOSED = _lax_dims(((1,), (2,)), [0], [0])
-_OUTER = _lax_dims(((0,), (0,)), [0], [])
-
-
-def _split(x, g):
-    """(m, k) -> (g, m / g, k)"""
-    return x.reshape(g, x.shape[0] // g, x.shape[1])
-
-
-def _dense_matmul(equation, lhs, rhs, group_sizes):
-    out = jnp.einsum(equation, _split(lhs, rhs.shape[0]), rhs)
-    return out.reshape(lhs.shape[0], out.shape[-1])
-
-
-def _dense_outer(lhs, rhs, group_sizes):
-    g = group_sizes.shape[0]
-    return jnp.einsum("gmk,gmn->gkn", _split(lhs, g), _split(rhs, g))
-
-
-# op -> candidate -> function (lhs, rhs, group_sizes); compiled once for each shape.
-OPS = {
-    "matmul (g,k,n)": {
-        "pearl": pearl_jax.grouped_matmul,
-        "lax": jax.lax.ragged_dot,
-        "dense": functools.partial(_dense_matmul, "gmk,gkn->gmn"),
-    },
-    "matmul (g,n,k)": {
-        "pearl": functools.partial(pearl_jax.grouped_matmul, transpose_rhs=True),
-        "lax": functools.partial(
-            jax.lax.ragged_dot_general, ragged_dot_dimension_numbers=_TRANSPOSED
-        ),
-        "dense": functools.partial(_dense_matmul, "gmk,gnk->gmn"),
-    },
-    "outer": {
-        "pearl": pearl_jax.grouped_outer,
-        "lax": functools.partial(jax.lax.ragged_dot_general, ragged_dot_dimension_numbers=_OUTER),
-        "dense": _dense_outer,
-    },
-}
-OPS = {op: {name: jax.jit(f) for name, f in fs.items()} for op, fs in OPS.items()}
-
-
-def operands(op, shape, m, dtype):
-    """Random lhs and rhs of an op."""
-    g, k, n = shape.g, shape.k, shape.n
-    rhs = {"matmul (g,k,n)": (g, k, n), "matmul (g,n,k)": (g, n, k), "outer": (m, n)}[op]
-    return protocol.random_array(1, (m, k), dtype), protocol.random_array(2, rhs, dtype)
-
-
-def check(op, results, group_sizes, dtype):
-    """Raises RuntimeError where a candidate's result is not lax's."""
-    for name, result in results.items():
-        sizes = None if op == "outer" else group_sizes
-        error = protocol.worst_group_error(result, results["lax"], sizes)
-        if not error <= TOLERANCES[dtype]:
-            raise RuntimeError(
-                f"{op}: {name} and lax differ, relative error {error:.1e} in one group is above "
-                f"{TOLERANCES[dtype]:.0e} (group_sizes {group_sizes.tolist()})"
-            )
-
-
-def run_shape(label, shape, m, groupings, dtype, rounds, peaks):
-    """Checks and times every op of one shape, printing a line for each."""
-    itemsize = jnp.dtype(dtype).itemsize
-    for op, functions in OPS.items():
-        inputs = protocol.cold_copies(operands(op, shape, m, dtype))
-        for grouping in groupings:
-            group_sizes = shapes.GROUPINGS[grouping](m, shape.g)
-            candidates = dict(functions)
-            if np.any(group_sizes != group_sizes[0]):
-                del candidates["dense"]
-            on_device = jnp.asarray(group_sizes)
-            timing = protocol.measure(
-                candidates,
-                [(*arrays, on_device) for arrays in inputs],
-                rounds,
-                check=lambda results: check(op, results, group_sizes, dtype),
-            )
-            floor_of = (
-                protocol.grouped_outer_floor if op == "outer" else protocol.grouped_matmul_floor
-            )
-            floor = floor_of(shape.k, shape.n, group_sizes, itemsize, peaks)
-            dense = f"{timing.ratios['dense']:.2f}" if "dense" in timing.ratios else "-"
-            print(
-                f"{label:<24}{shape.g:>4}{m:>7}{shape.k:>6}{shape.n:>6}  {op:<15}{grouping:<12}"
-                f"{1e3 * timing.seconds['pearl']:>8.2f}{timing.ratios['lax']:>8.2f}{dense:>8}"
-                f"{timing.seconds['pearl'] / floor.seconds:>8.1f}  {floor.bound}",
-                flush=True,
-            )
-
-
-def main():
+def _parser():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--cpu", action="store_true", help="run on the CPU even if there is a GPU")
-    parser.add_argument("--dtype", choices=TOLERANCES, default="float32")
+    parser.add_argument("--host", action="store_true", help="time what a call costs the host")
     parser.add_argument("--rounds", type=int, default=5, help="samples of each candidate")
     parser.add_argument(
         "--case",
@@ -139,42 +41,64 @@ def main():
         metavar="NAME",
         help=f"one of {', '.join(CASES)}; may be given several times; by default all",
     )
+    parser.add_argument("--projection", choices=shapes.PROJECTIONS, help="by default both")
+    on_cpu = parser.add_argument_group("on a CPU")
+    on_cpu.add_argument("--dtype", choices=cpu.TOLERANCES)
+    on_gpu = parser.add_argument_group("on a GPU")
+    on_gpu.add_argument("--rows", type=int, nargs="+", default=gpu.ROWS, help="mean of a group")
+    on_gpu.add_argument(
+        "--groupings",
+        nargs="+",
+        choices=shapes.GROUPINGS,
+        help="by default uniform, and all for " + " and ".join(map(str, gpu.UNEVEN_ROWS)) + " rows",
+    )
+    on_gpu.add_argument("--peers", nargs="*", choices=peers.PEERS, default=list(peers.PEERS))
+    on_gpu.add_argument("--measure-peaks", action="store_true", help="instead of known ones")
+    on_gpu.add_argument("--json", metavar="FILE", help="write all times")
+    on_gpu.add_argument("--plot", metavar="FILE.png", help="draw time over floor against rows")
+    return parser
+
+
+def main():
+    parser = _parser()
     options = parser.parse_args()
-    if options.rounds < 1:
-        parser.error(f"--rounds must be at least 1, got {options.rounds}")
+    if options.rounds < 1 or min(options.rows) < 1:
+        parser.error("--rounds and --rows must be at least 1")
+    # The GPU's memory is shared with torch.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if options.cpu:
+        os.environ["JAX_PLATFORMS"] = "cpu"  # also of processes started from here
         jax.config.update("jax_platforms", "cpu")
     platform = jax.default_backend()
-    if platform not in ROWS_PER_GROUP:
-        parser.error(f"runs on {' and '.join(ROWS_PER_GROUP)}, not on {platform}; give --cpu")
-    # Otherwise float32 would mean fewer bits on a GPU, and candidates would not agree.
-    jax.config.update("jax_default_matmul_precision", "highest")
+    if platform not in ("cpu", "gpu"):
+        parser.error(f"runs on cpu and gpu, not on {platform}; give --cpu")
+    if options.host:
+        host.run("float32" if platform == "cpu" else "bfloat16", options.rounds)
+        return
 
-    start = time.perf_counter()
-    peaks = protocol.measure_peaks(options.dtype)
-    print(
-        f"jax {jax.__version__}, {jax.devices()[0].device_kind}, {options.dtype}, "
-        f"{options.rounds} rounds; measured peaks: {peaks.bandwidth / 1e9:.1f} GB/s, "
-        f"{peaks.flops / 1e9:.0f} Gflop/s\n"
-    )
-    print(
-        f"{'case':<24}{'g':>4}{'m':>7}{'k':>6}{'n':>6}  {'op':<15}{'groups':<12}{'pearl ms':>8}"
-        f"{'lax x':>8}{'dense x':>8}{'floor x':>8}  bound",
-        flush=True,
-    )
-    run = functools.partial(
-        run_shape, dtype=options.dtype, rounds=options.rounds, peaks=peaks, groupings=GROUPINGS
-    )
-    for case in dict.fromkeys(options.case or CASES):
-        if case == "headline":
-            run(case, HEADLINE, HEADLINE_ROWS, groupings=GROUPINGS[:1])
-            continue
-        for projection in ("gate_up", "down"):
-            shape = getattr(shapes.MODELS[case], projection)
-            if platform == "cpu":
-                shape = shapes.scale_down(shape)
-            run(f"{case} {projection}", shape, shape.g * ROWS_PER_GROUP[platform])
-    print(f"\n{time.perf_counter() - start:.0f} s")
+    names = list(dict.fromkeys(options.case or CASES))
+    projections = [options.projection] if options.projection else shapes.PROJECTIONS
+    cases = shapes.cases([name for name in names if name in shapes.MODELS], projections)
+    if platform == "cpu":
+        if cpu.HEADLINE in names:
+            cases = {cpu.HEADLINE: cpu.HEADLINE_SHAPE} | cases
+        cpu.run(cases, options.dtype or "float32", options.rounds)
+        return
+    if options.dtype not in (None, "bfloat16"):
+        parser.error(f"on a GPU only bfloat16 is timed, not {options.dtype}; give --cpu")
+    try:
+        gpu.run(
+            cases,
+            rows=options.rows,
+            groupings=options.groupings,
+            names=list(dict.fromkeys(options.peers)),
+            rounds=options.rounds,
+            measure_peaks=options.measure_peaks,
+            json_path=options.json,
+            plot_path=options.plot,
+        )
+    except ImportError as error:
+        raise SystemExit(str(error)) from None
 
 
 if __name__ == "__main__":

@@ -1,11 +1,17 @@
 """How everything here is timed, and how fast the machine could have been.
 
 Candidates are timed in turn, round after round in one process, so that whatever else the
-machine does hits all of them; what counts is the median of each, and the ratios. Every
-sample makes calls for at least MIN_SAMPLE_SECONDS: back to back on a GPU with one wait at
-the end; each waited for on a CPU, where independent calls would run side by side. The
-calls walk through several copies of the operands, so that weights are not found in a
-cache. Operands are random, never zeros: zeros use less power and flatter a GPU.
+machine does hits all of them; what counts is the median of each, and the ratios. Operands
+are random, never zeros: zeros use less power and flatter a GPU.
+
+On a CPU (measure) every sample makes calls for at least MIN_SAMPLE_SECONDS, each waited
+for, as independent calls would run side by side. The calls walk through several copies of
+the operands, so that weights are not found in a cache.
+
+On a GPU (measure_bursts) a sample is two bursts of back-to-back calls, one three times as
+long as the other; their difference is GPU time without the host's fixed cost. Bursts are
+short and start after a pause, so that the power limit meets all candidates alike. Weights
+are larger than the second-level cache, hence cold.
 """
 
 from __future__ import annotations
@@ -15,6 +21,8 @@ import itertools
 import math
 import statistics
 import time
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -84,14 +92,103 @@ def measure(candidates, inputs, rounds, check=None) -> Timing:
 
 def _sample(function, turns, calls):
     """Seconds of one call, out of several."""
-    wait_for_each = jax.default_backend() == "cpu"
     start = time.perf_counter()
     for _ in range(calls):
-        result = function(*next(turns))
-        if wait_for_each:
-            jax.block_until_ready(result)
-    jax.block_until_ready(result)
+        jax.block_until_ready(function(*next(turns)))
     return (time.perf_counter() - start) / calls
+
+
+# On a GPU.
+
+BURST_SECONDS = 0.004  # of the shorter burst: far longer than the host's jitter
+PAUSE_SECONDS = 0.02
+HOST_BOUND = 0.9  # share of a burst that starting its calls may take
+
+
+@dataclasses.dataclass(frozen=True)
+class Burst:
+    """A program of one or more independent calls, to be run many times.
+
+    Attributes:
+      start: starts that many programs one after the other, waits for none, and returns
+        what wait takes.
+      wait: waits for them.
+      calls: calls in one program.
+    """
+
+    start: Callable[[int], Any]
+    wait: Callable[[Any], Any]
+    calls: int = 1
+
+
+def jax_burst(program, operands, calls=1) -> Burst:
+    """A burst of a compiled JAX function."""
+
+    def start(count):
+        out = None
+        for _ in range(count):
+            out = program(*operands)
+        return out
+
+    return Burst(start, jax.block_until_ready, calls)
+
+
+@dataclasses.dataclass(frozen=True)
+class BurstTiming:
+    """GPU seconds of one call.
+
+    Attributes:
+      seconds: the median.
+      samples: all of them.
+      host_bound: whether starting the calls took so long that the GPU may have waited.
+    """
+
+    seconds: float
+    samples: list[float]
+    host_bound: bool
+
+
+def slope(short, long, count, calls) -> float:
+    """Seconds of one call, from those of count and of 3 * count programs of several calls."""
+    return (long - short) / (2 * count * calls)
+
+
+def measure_bursts(bursts, rounds, pause=PAUSE_SECONDS) -> dict[Any, BurstTiming]:
+    """Times bursts (name -> Burst) that have run before. The order rotates as in measure."""
+    if not bursts or rounds < 1:
+        raise ValueError(f"measure_bursts: needs a burst and a round, got {len(bursts)}, {rounds=}")
+    counts = {}
+    for name, burst in bursts.items():
+        one = min(_time_burst(burst, 1)[0] for _ in range(2))
+        counts[name] = max(1, round(BURST_SECONDS / one))
+    samples, starting = {name: [] for name in bursts}, {name: [] for name in bursts}
+    names = list(bursts)
+    for r in range(rounds):
+        for name in names[r % len(names) :] + names[: r % len(names)]:
+            burst, count = bursts[name], counts[name]
+            time.sleep(pause)
+            short, _ = _time_burst(burst, count)
+            time.sleep(pause)
+            long, started = _time_burst(burst, 3 * count)
+            samples[name].append(slope(short, long, count, burst.calls))
+            starting[name].append(started / long)
+    return {
+        name: BurstTiming(
+            statistics.median(samples[name]),
+            samples[name],
+            statistics.median(starting[name]) > HOST_BOUND,
+        )
+        for name in names
+    }
+
+
+def _time_burst(burst, count):
+    """Seconds until count programs are done, and until they were started."""
+    begin = time.perf_counter()
+    out = burst.start(count)
+    started = time.perf_counter()
+    burst.wait(out)
+    return time.perf_counter() - begin, started - begin
 
 
 # Floors.
@@ -157,6 +254,25 @@ def measure_peaks(dtype, size=2048, rounds=5) -> Peaks:
     return Peaks(bandwidth, flops)
 
 
+# Streamed weights, and bf16 matmuls under the power limit, as measured on an H200 (its data
+# sheet says 4.8 TB/s and 990 Tflop/s).
+GPU_PEAKS = {"NVIDIA H200": Peaks(bandwidth=4.40e12, flops=790e12)}
+
+
+def measure_gpu_peaks(size=8192, rounds=5) -> Peaks:
+    """The best of several rounds: reading 2 GiB, a (size, size) matmul in bfloat16."""
+    x = jax.random.normal(jax.random.key(0), (2**29,), jnp.float32)
+    a = jax.random.normal(jax.random.key(1), (size, size), jnp.bfloat16)
+    bursts = {
+        "read": jax_burst(jax.jit(jnp.sum), (x,)),
+        "matmul": jax_burst(jax.jit(jnp.matmul), (a, a)),
+    }
+    for burst in bursts.values():
+        burst.wait(burst.start(1))
+    best = {name: min(t.samples) for name, t in measure_bursts(bursts, rounds).items()}
+    return Peaks(x.nbytes / best["read"], 2 * size**3 / best["matmul"])
+
+
 # Agreement.
 
 
@@ -182,3 +298,18 @@ def worst_group_error(got, want, group_sizes=None):
             error = difference / norm
         worst = float(np.maximum(worst, error))  # unlike max(), keeps a NaN
     return worst
+
+
+@jax.jit
+def worst_group_error_on_device(got, want, group_sizes):
+    """worst_group_error for arrays too large to fetch; no rows may lie past the last group."""
+    m, g = want.shape[0], group_sizes.shape[0]
+    group = jnp.repeat(jnp.arange(g), group_sizes, total_repeat_length=m)
+
+    def squares(x):
+        return jax.ops.segment_sum(jnp.sum(x * x, axis=1), group, g)
+
+    got, want = got.astype(jnp.float32), want.astype(jnp.float32)
+    difference, norm = squares(got - want), squares(want)
+    error = jnp.where(norm > 0, jnp.sqrt(difference / norm), jnp.where(difference > 0, jnp.inf, 0))
+    return jnp.max(jnp.where(jnp.isnan(difference), jnp.nan, error))

@@ -52,8 +52,15 @@ MODELS = {
     "Kimi-K3": Model(3584, 3072, 896, 16, expert_parallel=8),
     "Qwen3-235B": Model(4096, 1536, 128, 8, expert_parallel=8),
     "Mixtral-8x7B": Model(4096, 14336, 8, 2, expert_parallel=1),
-    "gpt-oss-120b": Model(2880, 2880, 128, 4, expert_parallel=1),
+    "gpt-oss-120b": Model(2880, 2880, 128, 4, expert_parallel=8),
 }
+
+PROJECTIONS = ("gate_up", "down")
+
+
+def cases(models, projections=PROJECTIONS) -> dict[str, Shape]:
+    """Shapes by name, such as "GLM-5.3 down"."""
+    return {f"{m} {p}": getattr(MODELS[m], p) for m in models for p in projections}
 
 
 def scale_down(shape, max_groups=32, max_weights=2**18) -> Shape:

@@ -1,0 +1,186 @@
+"""Grouped matmuls on a GPU: pearl_jax beside its peers and the floors of the machine."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import platform
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import peers, protocol, report, shapes
+
+ROWS = (1, 4, 16, 64, 256, 1024)  # mean of a group
+UNEVEN_ROWS = (16, 64)
+TOLERANCE = 1e-2  # largest relative error of a group between two candidates, in bfloat16
+
+
+def groupings_of(rows, groupings=None) -> tuple[str, ...]:
+    """Those asked for; by default all of them for UNEVEN_ROWS, else uniform."""
+    if groupings:
+        return tuple(groupings)
+    return tuple(shapes.GROUPINGS) if rows in UNEVEN_ROWS else ("uniform",)
+
+
+def peaks_of_device(measured) -> tuple[protocol.Peaks, str]:
+    """Peaks for the floors, and where they come from."""
+    kind = jax.devices()[0].device_kind
+    if not measured and kind in protocol.GPU_PEAKS:
+        return protocol.GPU_PEAKS[kind], "known"
+    return protocol.measure_gpu_peaks(), "measured"
+
+
+class Notes:
+    """Prints lines between those of the table, each note only once."""
+
+    def __init__(self, total):
+        self._seen = set()
+        self._bar = None
+        if sys.stderr.isatty():
+            with contextlib.suppress(ImportError):
+                tqdm = importlib.import_module("tqdm").tqdm
+                self._bar = tqdm(total=total, file=sys.stderr, leave=False)
+
+    def show(self, text):
+        with self._bar.external_write_mode() if self._bar else contextlib.nullcontext():
+            print(text, flush=True)
+
+    def note(self, text):
+        if text not in self._seen:
+            self._seen.add(text)
+            self.show(f"# {text}")
+
+    def done(self):
+        if self._bar:
+            self._bar.update()
+
+    def close(self):
+        if self._bar:
+            self._bar.close()
+
+
+def make_candidates(problem, names, note):
+    """Candidate, "peer" or "peer variant" -> function of group sizes; pearl_jax comes first."""
+    candidates = {f"pearl {layout}": peers.pearl(problem, layout) for layout in report.LAYOUTS}
+    for name in names:
+        try:
+            variants = peers.PEERS[name].make(problem)
+        except Exception as error:  # a peer may fail in any way, and must not end the run
+            note(f"{name}: {peers.reason(error)}")
+            continue
+        candidates |= {f"{name} {variant}".strip(): bind for variant, bind in variants.items()}
+    return candidates
+
+
+def prepare(candidates, group_sizes, note):
+    """Bursts of the candidates whose results agree with pearl_jax's.
+
+    Raises RuntimeError where its two layouts differ, or where several others agree with
+    neither.
+    """
+    sizes = jnp.asarray(group_sizes)
+    even = bool(np.all(group_sizes == group_sizes[0]))
+    bursts, want, differing = {}, None, []
+    for name, bind in candidates.items():
+        peer = name.split()[0]
+        own = peer == "pearl"
+        if not own and peers.PEERS[peer].uniform_only and not even:
+            continue
+        try:
+            ready = bind(group_sizes)
+            got = ready.result()
+            want = got if want is None else want
+            error = float(protocol.worst_group_error_on_device(got, want, sizes))
+        except Exception as error:
+            if own:
+                raise
+            note(f"{name}: {peers.reason(error)}")
+            continue
+        if error <= TOLERANCE:
+            bursts[name] = ready.burst
+        elif own:
+            raise RuntimeError(f"the two layouts of pearl_jax differ by {error:.1e} in a group")
+        else:
+            differing.append(name)
+            note(f"{name}: differs from pearl_jax by {error:.1e} in a group, not timed")
+    if len(differing) > 1 and len(bursts) == len(report.LAYOUTS):
+        raise RuntimeError(f"pearl_jax differs from all of {', '.join(differing)}")
+    return bursts
+
+
+def make_record(case, shape, rows, grouping, group_sizes, timings, peaks) -> report.Record:
+    """timings: candidate -> BurstTiming. Of a peer's variants the fastest counts."""
+    floor = protocol.grouped_matmul_floor(shape.k, shape.n, group_sizes, 2, peaks)
+    best = {}
+    for name in sorted(timings, key=lambda name: -timings[name].seconds):
+        best[name if name.startswith("pearl") else name.split()[0]] = timings[name]
+    us = {name: 1e6 * timing.seconds for name, timing in best.items()}
+    pearl_us = {layout: us.pop(f"pearl {layout}") for layout in report.LAYOUTS}
+    return report.Record(
+        case,
+        shape.g,
+        shape.k,
+        shape.n,
+        rows,
+        grouping,
+        group_sizes.tolist(),
+        1e6 * floor.seconds,
+        floor.bound,
+        pearl_us,
+        us,
+        {name: t / pearl_us[peers.PEERS[name].layout] for name, t in us.items()},
+        [name for name, timing in best.items() if timing.host_bound],
+        {name: timing.samples for name, timing in timings.items()},
+    )
+
+
+def run(cases, *, rows, groupings, names, rounds, measure_peaks, json_path, plot_path):
+    """Prints a line for each case (name -> shape), number of rows and grouping."""
+    if plot_path:
+        report.plotting()  # fails now rather than after minutes
+    start = time.perf_counter()
+    peaks, source = peaks_of_device(measure_peaks)
+    device = jax.devices()[0].device_kind
+    about = {
+        "device": device,
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "rounds": rounds,
+        "peak_bytes_per_second": peaks.bandwidth,
+        "peak_flops_per_second": peaks.flops,
+    }
+    print(
+        f"jax {jax.__version__}, {device}, bfloat16, {rounds} rounds; {source} peaks: "
+        f"{peaks.bandwidth / 1e12:.2f} TB/s, {peaks.flops / 1e12:.0f} Tflop/s\n\n"
+        f"{report.header(names)}",
+        flush=True,
+    )
+    notes = Notes(len(cases) * sum(len(groupings_of(r, groupings)) for r in rows))
+    records = []
+    for case, shape in cases.items():
+        weights = peers.random_weights(shape)
+        for mean in rows:
+            m = shape.g * mean
+            problem = peers.Problem(shape, peers.random_lhs(m, shape.k), weights)
+
+            def note(text):
+                notes.note(f"{case}, {mean} rows, {text}")
+
+            candidates = make_candidates(problem, names, note)
+            for grouping in groupings_of(mean, groupings):
+                sizes = shapes.GROUPINGS[grouping](m, shape.g)
+                bursts = prepare(candidates, sizes, note)
+                timings = protocol.measure_bursts(bursts, rounds)
+                records.append(make_record(case, shape, mean, grouping, sizes, timings, peaks))
+                notes.show(report.line(records[-1], names))
+                notes.done()
+        if json_path:
+            report.write_json(json_path, about, records)
+    notes.close()
+    print(f"\n{report.summary(records, names)}\n\n{time.perf_counter() - start:.0f} s")
+    if plot_path:
+        report.write_plot(plot_path, records, names, f"{device}, bfloat16, jax {jax.__version__}")

@@ -1,0 +1,91 @@
+"""Every compiled tile on a GPU, and how good the automatic choice is.
+
+  python -m benchmarks.tune --case GLM-5.3 --projection gate_up --rows 16 64
+
+Columns: microseconds of each tile, the best one, the chosen one and how many percent
+longer than the best it takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import statistics
+
+import jax
+
+from benchmarks import gpu, peers, protocol, report, shapes
+from pearl_jax import tiling
+
+ARCH = "sm_90a"
+
+
+def compiled_tiles(shape, layout) -> list[tiling.TileConfig]:
+    """Tiles of the bfloat16 kernels for this shape."""
+    pad_k, pad_n = -shape.k % 8, -shape.n % 8
+    operands = "bfloat16", "bfloat16", layout == "gnk", shape.k + pad_k, shape.n + pad_n
+    existing = tiling.kernels(ARCH)
+    tiles = dict.fromkeys(spec.tile for spec in existing)
+    return [tile for tile in tiles if tiling.kernel(*operands, ARCH, tile) in existing]
+
+
+def run_case(case, shape, layout, rows, groupings, rounds) -> list[float]:
+    """Prints a line for each number of rows and grouping; returns what the choice loses."""
+    weights = peers.random_weights(shape)
+    tiles = compiled_tiles(shape, layout)
+    names = "".join(f"{tile!s:>14}" for tile in tiles)
+    print(f"{case + ' ' + layout:<24}{'rows':>5}  {'groups':<12}{names}  best, chosen")
+    losses = []
+    for mean in rows:
+        m = shape.g * mean
+        problem = peers.Problem(shape, peers.random_lhs(m, shape.k), weights)
+        chosen = tiling.choose_kernel_tile(m, shape.g, shape.n)
+        candidates = {tile: peers.pearl(problem, layout, tile) for tile in tiles}
+        for grouping in gpu.groupings_of(mean, groupings):
+            sizes = shapes.GROUPINGS[grouping](m, shape.g)
+            bursts = {tile: bind(sizes).burst for tile, bind in candidates.items()}
+            for burst in bursts.values():
+                burst.wait(burst.start(1))
+            timings = protocol.measure_bursts(bursts, rounds)
+            us = {tile: 1e6 * timing.seconds for tile, timing in timings.items()}
+            best = min(us, key=us.__getitem__)
+            losses.append(100 * (us[chosen] / us[best] - 1))
+            times = "".join(f"{us[tile]:>14.1f}" for tile in tiles)
+            print(
+                f"{'':<24}{mean:>5}  {grouping:<12}{times}  {best}, {chosen} +{losses[-1]:.1f}%",
+                flush=True,
+            )
+    return losses
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--case", nargs="+", choices=shapes.MODELS, default=list(shapes.MODELS))
+    parser.add_argument("--projection", choices=shapes.PROJECTIONS)
+    parser.add_argument("--layout", choices=report.LAYOUTS)
+    parser.add_argument("--rows", type=int, nargs="+", default=gpu.ROWS, help="mean of a group")
+    parser.add_argument("--groupings", nargs="+", choices=shapes.GROUPINGS)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if jax.default_backend() != "gpu":
+        parser.error(f"runs on a GPU, not on {jax.default_backend()}")
+    projections = [options.projection] if options.projection else shapes.PROJECTIONS
+    run = functools.partial(
+        run_case, rows=options.rows, groupings=options.groupings, rounds=options.rounds
+    )
+    losses = []
+    for case, shape in shapes.cases(options.case, projections).items():
+        for layout in [options.layout] if options.layout else report.LAYOUTS:
+            losses += run(case, shape, layout)
+    print(
+        f"\nthe choice is above the best by {max(losses):.1f}% at most, "
+        f"{statistics.median(losses):.1f}% in the median of {len(losses)}"
+    )
+
+
+if __name__ == "__main__":
+    main()
