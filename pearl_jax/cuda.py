@@ -17,6 +17,8 @@ from pearl_jax import library, reference, tiling
 
 _log = logging.getLogger(__name__)
 
+_ARCH = "sm_90a"
+
 _ALIGNMENT = 8  # elements: the copy engine wants rows of a multiple of 16 bytes
 
 # What is asked for by these is exactly what the kernels do: 16-bit products, which
@@ -65,10 +67,10 @@ def unsupported(lhs_dtype, rhs_dtype, out_dtype, precision):
 
 
 def _obstacle(lhs, rhs, *, transpose_rhs, precision, out_dtype, tile):
-    tiles = [spec.tile for spec in tiling.kernels("sm_90a")]
+    tiles = tiling.tiles(_ARCH, transpose_rhs)
     if tile is not None and tile not in tiles:
-        given = ", ".join(map(str, dict.fromkeys(tiles)))
-        return f"its kernels have the tiles {given}, got {tile}"
+        layout = "(g, n, k)" if transpose_rhs else "(g, k, n)"
+        return f"its kernels for rhs {layout} have the tiles {tiles}, got {tile!r}"
     if not all(isinstance(d, int) for d in lhs.shape + rhs.shape):
         return f"its kernels need constant shapes, got lhs {lhs.shape} and rhs {rhs.shape}"
     return unsupported(lhs.dtype, rhs.dtype, out_dtype, precision) or library.unavailable()
@@ -88,10 +90,10 @@ def _call(lhs, rhs, group_sizes, group_offset, *, transpose_rhs, precision, out_
         rhs = _pad(rhs, pad_n, pad_k) if transpose_rhs else _pad(rhs, pad_k, pad_n)
 
     kernel_dtype = out_dtype if out_dtype == lhs.dtype else jnp.dtype(jnp.float32)
-    spec = functools.partial(
-        tiling.kernel, lhs.dtype.name, kernel_dtype.name, transpose_rhs, k + pad_k, n + pad_n
+    tile = tile or tiling.choose_kernel_tile(_ARCH, m, group_sizes.shape[-1], transpose_rhs)
+    kernel = tiling.kernel(
+        _ARCH, lhs.dtype.name, kernel_dtype.name, transpose_rhs, k + pad_k, n + pad_n, tile
     )
-    tile = tile or tiling.choose_kernel_tile(m, group_sizes.shape[-1], n)
     operands = [
         _flatten(x, core) for x, core in ((lhs, 2), (rhs, 3), (group_sizes, 1), (group_offset, 0))
     ]
@@ -102,7 +104,7 @@ def _call(lhs, rhs, group_sizes, group_offset, *, transpose_rhs, precision, out_
     )(
         *operands,
         _batch_index(batch, (lhs, 2), (rhs, 3), (group_sizes, 1), (group_offset, 0)),
-        kernels={"sm_90": spec("sm_90a", tile).name, "sm_100": ""},
+        kernels={"sm_90": kernel.name, "sm_100": ""},
     )
     return out[..., :n].reshape(*batch, m, n).astype(out_dtype)
 

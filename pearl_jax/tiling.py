@@ -6,6 +6,7 @@ Only the standard library is used here: the build reads this file too.
 from __future__ import annotations
 
 import dataclasses
+import math
 
 # Rows of a tile of the plain XLA loop. Below 8 the cost of a step is the read of the
 # weights, so fewer rows save nothing; above 128 a step is bound by arithmetic already.
@@ -69,21 +70,30 @@ class KernelSpec:
         layout = "gnk" if self.transpose_rhs else "gkn"
         width = "wide" if self.wide else "plain"
         return (
-            f"grouped_matmul_{self.arch}_{self.dtype}_{self.out_dtype}_{layout}_{width}"
-            f"_{self.tile}"
+            f"grouped_matmul_{self.arch}_{self.dtype}_{self.out_dtype}_{layout}_{width}_{self.tile}"
         )
 
 
+# The tiles of each architecture, by transpose_rhs: up to how many rows a group has on
+# average, a tile is the choice. Measured on an H200 with 32 groups, k = 6144, n = 4096 and
+# uneven sizes (benchmarks/notes/hopper.md):
+#   64 rows    weights stream at 4.5 TB/s; larger groups would read theirs twice
+#   128 rows   covers groups of twice the mean; weights still bound the time. For k
+#              contiguous, requests 256 bytes wide are worth 2 %; else smaller stages and
+#              rows shared by two multiprocessors are
+#   256 rows   arithmetic bounds the time, and 128 x 256 per stage needs the least traffic
+_DECODE, _PREFILL = TileConfig(64, 256), TileConfig(256, 128)
 _TILES = {
-    "sm_90a": (
-        TileConfig(32, 256),
-        TileConfig(64, 256),
-        TileConfig(128, 256, 64),
-        TileConfig(128, 256, 64, 2),
-        TileConfig(256, 128),
-        TileConfig(256, 128, 128, 2),
-    )
+    "sm_90a": {
+        True: ((24, _DECODE), (96, TileConfig(128, 256)), (math.inf, _PREFILL)),
+        False: ((24, _DECODE), (96, TileConfig(128, 256, 64, 2)), (math.inf, _PREFILL)),
+    }
 }
+
+
+def tiles(arch, transpose_rhs) -> list[TileConfig]:
+    """The tiles of the kernels compiled for arch, for weights of one layout."""
+    return [tile for _, tile in _TILES.get(arch, {}).get(transpose_rhs, ())]
 
 
 def kernels(arch) -> list[KernelSpec]:
@@ -94,20 +104,20 @@ def kernels(arch) -> list[KernelSpec]:
         for out_dtype in (dtype, "float32")
         for transpose_rhs in (False, True)
         for wide in (True, False)
-        for tile in _TILES.get(arch, ())
+        for tile in tiles(arch, transpose_rhs)
     ]
 
 
-def kernel(dtype, out_dtype, transpose_rhs, k, n, arch, tile) -> KernelSpec:
+def kernel(arch, dtype, out_dtype, transpose_rhs, k, n, tile) -> KernelSpec:
     """The kernel for operands with these k and n, both multiples of 8."""
     wide = (k if transpose_rhs else n) % K_TILE == 0
     return KernelSpec(arch, dtype, out_dtype, transpose_rhs, wide, tile)
 
 
-def choose_kernel_tile(m, num_groups, n) -> TileConfig:
+def choose_kernel_tile(arch, m, num_groups, transpose_rhs) -> TileConfig:
     """The work tile for m rows in num_groups groups, by the mean rows of a group."""
-    mean = m / num_groups
-    return next((t for t in _TILES["sm_90a"] if mean <= t.m), _TILES["sm_90a"][-1])
+    mean = m / max(num_groups, 1)
+    return next(tile for most, tile in _TILES[arch][transpose_rhs] if mean <= most)
 
 
 def choose(m, num_groups) -> TileConfig:

@@ -26,12 +26,14 @@ TOKENS = 16
 def _pack(dtype, low, high):
     """Two float32 as 16-bit values in one register."""
     return cute.arch.inline_ptx(
-        _PACK[dtype] + " {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[high, low]
+        _PACK[dtype] + " {$w0}, {$r0}, {$r1};",
+        write_only_types=[Uint32],
+        read_only_args=[high, low],
     )
 
 
 def _transpose8(pair):
-    """8x8 transpose of 16-bit values over the warp: lane i has row i // 4, columns 2 * (i % 4) on."""
+    """8x8 transpose over the warp: lane i has columns 2 * (i % 4) and the next of row i // 4."""
     return cute.arch.inline_ptx(
         "movmatrix.sync.aligned.m8n8.trans.b16 {$w0}, {$r0};",
         write_only_types=[Uint32],
@@ -92,8 +94,9 @@ def _store_float32(value, lane, store):
 def store_accumulators(dtype, accumulators, out, first_row, rows, first_column, n):
     """Writes the fragment of one warp: tokens [0, rows) to rows first_row on of out (.., n).
 
-    accumulators: ((2, 2, blocks), row blocks, 1), float32; first_column(i): Int32, the
-    warp's first column of row block i. out: pointer; n: its columns, a multiple of 8.
+    accumulators: ((2, 2, blocks of 8 tokens), blocks of 128 columns, 1), float32;
+    first_column: the warp's first column of block 0; out: pointer; n: its columns, a
+    multiple of 8.
     """
     lane = cute.arch.lane_idx()
     size = dtype.width // 8
@@ -105,7 +108,7 @@ def store_accumulators(dtype, accumulators, out, first_row, rows, first_column, 
 
             def store(token, column, values):
                 token = TOKENS * unit + token
-                column = first_column(i) + column
+                column = first_column + 128 * i + column
                 offset = (first_row + Int64(token)) * Int64(n) + column
                 inside = (token < rows) & (column < n)
                 _store16(out.toint() + offset * size, values, inside)

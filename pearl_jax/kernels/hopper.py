@@ -38,17 +38,18 @@ class HopperGroupedMatmul:
 
     A work tile is up to tile.m rows ("tokens") of one group by tile.n columns. Weights
     are the M operand of wgmma, tokens the N operand, and each work tile picks the
-    instruction's N by its rows.
+    instruction's N by its rows. With a cluster, its CTAs work on neighbouring columns of
+    the same tokens; each copies a part of the tokens to all.
 
-    Warps (384 threads, one CTA on each SM):
-      warp 0      copies weights: stages of (tile.n, two K tiles)
+    Warps (384 threads, one CTA on each multiprocessor):
+      warp 0      copies weights: stages of (tile.n, tile.k)
       warp 1      copies tokens: stages of (tile.m, one K tile), only the rows there are
       warps 2, 3  write zeros to the rows that no group of rhs owns
-      warps 4-11  two consumer warpgroups, tile.n / 2 columns each
+      warps 4-11  two consumer warpgroups, half of the columns each
 
-    Rings:
-      weights  full: 1 arrival + bytes of the stage    empty: 8 (consumer warps)
-      tokens   full: 1 arrival + bytes of the boxes    empty: 8
+    Rings (arrivals of one phase):
+      weights  full: 1 and the bytes of the stage   empty: 8, one of each consumer warp
+      tokens   full: 1 and the bytes of the rows    empty: 8 of each CTA of the cluster
 
     Timeline of a work tile: both producers walk on as far as their rings have room, past
     the end of the tile and into the next ones. A consumer waits for the two stages of
@@ -62,7 +63,8 @@ class HopperGroupedMatmul:
         self.spec, self.tile = spec, spec.tile
         self.dtype, self.out_dtype = _DTYPES[spec.dtype], _DTYPES[spec.out_dtype]
         self.extents = [e for e in _EXTENTS if e <= spec.tile.m]
-        assert self.extents[-1] == spec.tile.m and spec.tile.n % _WARPGROUP == 0
+        assert self.extents[-1] == spec.tile.m
+        assert spec.tile.n % _WARPGROUP == 0
 
         size = self.dtype.width // 8
         self.box_rows = max(16, spec.tile.m // 4)  # tokens of one request of the copy engine
@@ -107,9 +109,7 @@ class HopperGroupedMatmul:
             weights_tiler,
         )
 
-        tokens = cute.make_tensor(
-            lhs, cute.make_layout((lhs_batches * m, k), stride=(Int64(k), 1))
-        )
+        tokens = cute.make_tensor(lhs, cute.make_layout((lhs_batches * m, k), stride=(Int64(k), 1)))
         tokens_smem = cute.tile_to_shape(
             warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype),
             (self.box_rows, K_TILE, self.tile.m // self.box_rows, self.tokens_stages),
@@ -147,6 +147,7 @@ class HopperGroupedMatmul:
             cluster=[self.tile.cluster, 1, 1],
             block=[(1 + _CONSUMERS) * _WARPGROUP, 1, 1],
             min_blocks_per_mp=1,
+            use_pdl=True,
             stream=stream,
         )
 
@@ -185,12 +186,17 @@ class HopperGroupedMatmul:
 
         storage = cutlass.memory.SmemAllocator().allocate(Storage)
         barriers = storage.barriers.data_ptr()
-        weights_ring = Ring(barriers, self.weights_stages)
-        tokens_ring = Ring(
-            barriers + 2 * self.weights_stages, self.tokens_stages, self.tile.cluster
+        weights_ring = Ring(
+            barriers,
+            storage.weights.get_tensor(weights_smem.outer, swizzle=weights_smem.inner),
+            self.weights_stages,
         )
-        weights_stage = storage.weights.get_tensor(weights_smem.outer, swizzle=weights_smem.inner)
-        tokens_stage = storage.tokens.get_tensor(tokens_smem.outer, swizzle=tokens_smem.inner)
+        tokens_ring = Ring(
+            barriers + 2 * self.weights_stages,
+            storage.tokens.get_tensor(tokens_smem.outer, swizzle=tokens_smem.inner),
+            self.tokens_stages,
+            self.tile.cluster,
+        )
 
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
@@ -206,8 +212,18 @@ class HopperGroupedMatmul:
         else:
             cute.arch.sync_threads()
 
+        # All before this line may run while the kernel before this one still does.
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
         scheduler = Scheduler(
-            group_sizes, group_offset, batch_index, m, n, num_groups, num_sizes, num_batches,
+            group_sizes,
+            group_offset,
+            batch_index,
+            m,
+            n,
+            num_groups,
+            num_sizes,
+            num_batches,
             self.tile,
         )
         k_tiles = cute.ceil_div(k, K_TILE)
@@ -216,27 +232,27 @@ class HopperGroupedMatmul:
             cute.arch.setmaxregister_decrease(_PRODUCER_REGISTERS)
             if warp == 0:
                 self.copy_weights(
-                    scheduler, weights_ring, weights_atom, weights, weights_tiler, weights_stage, k_tiles
+                    scheduler, weights_ring, weights_atom, weights, weights_tiler, k_tiles
                 )
             elif warp == 1:
-                self.copy_tokens(
-                    scheduler, tokens_ring, tokens_atom, tokens, tokens_stage, m, k_tiles
-                )
+                self.copy_tokens(scheduler, tokens_ring, tokens_atom, tokens, m, k_tiles)
             else:
                 self.write_zeros(scheduler, out, m, n, warp - 2)
         else:
             cute.arch.setmaxregister_increase(_CONSUMER_REGISTERS)
-            self.multiply(
-                scheduler, weights_ring, tokens_ring, weights_stage, tokens_stage, out, m, n, k_tiles
-            )
+            self.multiply(scheduler, weights_ring, tokens_ring, out, m, n, k_tiles)
 
     @cute.jit
-    def copy_weights(self, scheduler, ring, atom, weights, tiler, stage, k_tiles):
+    def copy_weights(self, scheduler, ring, atom, weights, tiler, k_tiles):
         num_stages = cute.ceil_div(k_tiles, self.tile.k // K_TILE)
         # (box, column tile, stage of k, group)
         tiles = cute.local_tile(weights, tiler, (None, None, None))
         smem, gmem = cpasync.tma_partition(
-            atom, 0, cute.make_layout(1), cute.group_modes(stage, 0, 2), cute.group_modes(tiles, 0, 2)
+            atom,
+            0,
+            cute.make_layout(1),
+            cute.group_modes(ring.smem, 0, 2),
+            cute.group_modes(tiles, 0, 2),
         )
         state = ring.producer_state()
         chunk, tile, step = scheduler.start()
@@ -257,7 +273,7 @@ class HopperGroupedMatmul:
         ring.drain(state)
 
     @cute.jit
-    def copy_tokens(self, scheduler, ring, atom, tokens, stage, m, k_tiles):
+    def copy_tokens(self, scheduler, ring, atom, tokens, m, k_tiles):
         multicast = {}
         if cutlass.const_expr(self.tile.cluster > 1):
             multicast["mcast_mask"] = cutlass.Int16((1 << self.tile.cluster) - 1)
@@ -274,7 +290,7 @@ class HopperGroupedMatmul:
                 atom,
                 0,
                 cute.make_layout(1),
-                cute.group_modes(stage, 0, 2),
+                cute.group_modes(ring.smem, 0, 2),
                 cute.group_modes(boxes, 0, 2),
             )
             num_boxes = cute.ceil_div(work.rows, self.box_rows)
@@ -309,30 +325,28 @@ class HopperGroupedMatmul:
                 i += step
 
     @cute.jit
-    def multiply(
-        self, scheduler, weights_ring, tokens_ring, weights_stage, tokens_stage, out, m, n, k_tiles
-    ):
+    def multiply(self, scheduler, weights_ring, tokens_ring, out, m, n, k_tiles):
         weights_state = weights_ring.consumer_state()
         tokens_state = tokens_ring.consumer_state()
+        warp = cute.arch.warp_idx() - _WARPGROUP // 32
         chunk, tile, step = scheduler.start()
         chunk, work = scheduler.find(chunk, tile)
         while work.valid:
+            out_row = Int64(work.out_batch) * m + work.row
+            column = work.column + warp * 16
             for i in cutlass.range_constexpr(len(self.extents)):
                 least = self.extents[i - 1] if i else 0
                 if work.rows > least and work.rows <= self.extents[i]:
-                    weights_state, tokens_state = self.multiply_tile(
+                    accumulators, weights_state, tokens_state = self.multiply_tile(
                         self.extents[i],
-                        work,
                         weights_ring,
                         tokens_ring,
-                        weights_stage,
-                        tokens_stage,
                         weights_state,
                         tokens_state,
-                        out,
-                        m,
-                        n,
                         k_tiles,
+                    )
+                    epilogue.store_accumulators(
+                        self.out_dtype, accumulators, out, out_row, work.rows, column, n
                     )
             tile += step
             chunk, work = scheduler.find(chunk, tile)
@@ -341,18 +355,13 @@ class HopperGroupedMatmul:
     def multiply_tile(
         self,
         extent: cutlass.Constexpr[int],
-        work,
         weights_ring,
         tokens_ring,
-        weights_stage,
-        tokens_stage,
         weights_state,
         tokens_state,
-        out,
-        m,
-        n,
         k_tiles,
     ):
+        """The accumulators of the first extent tokens, and the rings' next positions."""
         thread = cute.arch.thread_idx()[0] - _WARPGROUP
         mma = make_trivial_tiled_mma(
             self.dtype,
@@ -363,12 +372,14 @@ class HopperGroupedMatmul:
             (_CONSUMERS, 1, 1),
             (64, extent),
         )
-        warpgroup_mma = mma.get_slice(cute.arch.make_warp_uniform(thread // _WARPGROUP) * _WARPGROUP)
-        a = mma.make_fragment_A(warpgroup_mma.partition_A(weights_stage))
-        b = mma.make_fragment_B(warpgroup_mma.partition_B(self.tokens_operand(tokens_stage, extent)))
-        accumulators = cute.make_rmem_tensor(
-            mma.partition_shape_C((self.tile.n, extent)), Float32
+        warpgroup_mma = mma.get_slice(
+            cute.arch.make_warp_uniform(thread // _WARPGROUP) * _WARPGROUP
         )
+        a = mma.make_fragment_A(warpgroup_mma.partition_A(weights_ring.smem))
+        b = mma.make_fragment_B(
+            warpgroup_mma.partition_B(self.tokens_operand(tokens_ring.smem, extent))
+        )
+        accumulators = cute.make_rmem_tensor(mma.partition_shape_C((self.tile.n, extent)), Float32)
         accumulators.fill(0.0)
         mma.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.fence()
@@ -404,25 +415,14 @@ class HopperGroupedMatmul:
         weights_ring.release(weights_done)
         if k_tiles % k_ratio != 0:
             weights_state.advance()
+        return accumulators, weights_state, tokens_state
 
-        warp = cute.arch.make_warp_uniform(thread // 32)
-        epilogue.store_accumulators(
-            self.out_dtype,
-            accumulators,
-            out,
-            Int64(work.out_batch) * m + work.row,
-            work.rows,
-            lambda block: work.column + block * _WARPGROUP + warp * 16,
-            n,
-        )
-        return weights_state, tokens_state
-
-    def tokens_operand(self, stage, extent):
+    def tokens_operand(self, smem, extent):
         """The first extent tokens of each stage, (extent, K_TILE, stages)."""
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
         layout = cute.tile_to_shape(atom, (extent, K_TILE), order=(0, 1))
         stages = cute.make_layout(self.tokens_stages, stride=self.tile.m * K_TILE)
-        return cute.make_tensor(stage.iterator, cute.append(layout.outer, stages))
+        return cute.make_tensor(smem.iterator, cute.append(layout.outer, stages))
 
 
 def compile_kernel(spec: KernelSpec):

@@ -18,9 +18,10 @@ from cutlass.pipeline import PipelineState, PipelineUserType, make_pipeline_stat
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """The barriers of a ring: 16 bytes of shared memory for each stage."""
+    """The stages of one operand, and their barriers: 16 bytes more for each stage."""
 
     barriers: cute.Pointer
+    smem: cute.Tensor  # the last mode counts the stages
     stages: int
     cluster: int = 1  # CTAs whose consumers read the stage
 

@@ -1,9 +1,10 @@
 """Which work tile comes next: a walk over groups whose sizes only the device knows.
 
 Work tiles are numbered by batch, group, column tile and, fastest, row tile, so that the
-row tiles of one group read the same weights at about the same time. Cluster c takes the
-tiles c, c + clusters, c + 2 clusters and so on; each of its CTAs one column tile of it. Every warp that needs the tiles walks by itself:
-its 32 lanes hold 32 groups at a time, and one ballot finds the group of a tile.
+row tiles of one group read the same weights at about the same time. A column tile here is
+one of each CTA of a cluster. Cluster c takes the tiles c, c + clusters, c + 2 clusters and
+so on. Every warp that needs the tiles walks by itself: its 32 lanes hold 32 groups at a
+time, and one ballot finds the group of a tile.
 
 Negative sizes count as 0, and the sum is cut off at m.
 """
@@ -179,7 +180,7 @@ class Scheduler:
 
     @cute.jit
     def start(self):
-        """The chunk that a walk starts from, this cluster's first tile, and the step to its next."""
+        """The first chunk, this cluster's first tile, and the step from one to the next."""
         cluster = cute.arch.block_idx()[0] // self.tile.cluster
         clusters = cute.arch.grid_dim()[0] // self.tile.cluster
         if cutlass.const_expr(self.tile.m >= _EVEN_ROUNDS):
@@ -214,7 +215,9 @@ class Scheduler:
         lane = cutlass.min(passed, _LANES - 1)  # the first whose end lies past the tile
         rows = cute.arch.shuffle_sync(chunk.lane_rows, lane)
         row_tiles = cutlass.max(cute.ceil_div(rows, self.tile.m), 1)
-        local -= cute.arch.shuffle_sync(chunk.lane_end_tile, lane) - row_tiles * self._column_tiles()
+        local -= (
+            cute.arch.shuffle_sync(chunk.lane_end_tile, lane) - row_tiles * self._column_tiles()
+        )
         column_tile = local // row_tiles
         # Row tiles of about the same size, so that none is nearly empty.
         step = cute.round_up(cute.ceil_div(rows, row_tiles), ROW_ALIGN)
