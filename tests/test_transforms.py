@@ -1,7 +1,6 @@
 """Derivatives of every order and mode, vmap over everything, scan, remat, export."""
 
 import functools
-import importlib
 import itertools
 
 import jax
@@ -248,20 +247,3 @@ def test_export_for_many_platforms():
     )(*specs, jax.ShapeDtypeStruct((G,), jnp.int32))
     lhs, rhs = jnp.ones((M, K)), jnp.ones((G, K, N))
     close(exported.call(lhs, rhs, SIZES), pearl_jax.grouped_matmul(lhs, rhs, SIZES))
-
-
-def test_plain_xla_on_a_gpu_is_said_once(caplog):
-    """Falling back to something slower is never silent, and never said twice."""
-    lower = lambda m: (
-        jax.jit(pearl_jax.grouped_matmul)
-        .trace(jnp.ones((m, K)), jnp.ones((G, K, N)), SIZES)
-        .lower(lowering_platforms=("cuda",))
-    )
-    primitives = importlib.import_module("pearl_jax.primitives")
-    primitives._warn_once.cache_clear()
-    with caplog.at_level("WARNING", "pearl_jax"):
-        lower(5)
-        lower(6)
-    assert [r.message.split(",")[0] for r in caplog.records] == [
-        "pearl_jax: no compiled kernels in this build"
-    ]

@@ -1,0 +1,32 @@
+"""A few small calls of kernels, to be run under NVIDIA's compute-sanitizer."""
+
+import jax
+import numpy as np
+
+from gpu.problems import check, int32, on_gpu, problem
+from pearl_jax import tiling
+
+TILES = list(dict.fromkeys(spec.tile for spec in tiling.kernels("sm_90a")))
+
+
+def main():
+    calls = 0
+    for i, tile in enumerate(TILES):
+        # Rows of no group, an empty group, groups of an odd size, k and n inside of a tile.
+        p = problem(150, 136, 264, 3)
+        transpose_rhs = i % 2 == 1
+        lhs, rhs = p.operands("bfloat16", transpose_rhs)
+        run = on_gpu(
+            tile=tile,
+            transpose_rhs=transpose_rhs,
+            preferred_element_type="float32" if i % 3 == 2 else "bfloat16",
+        )
+        for sizes in ([17, 0, 126], [0, 1, 0]):
+            check(run(lhs, rhs, int32(*sizes), np.int32(0)), p.want(sizes), str(tile))
+            calls += 1
+    assert jax.default_backend() == "gpu"
+    print(f"{calls} calls, all right")
+
+
+if __name__ == "__main__":
+    main()
