@@ -34,8 +34,8 @@ def peaks_of_device(measured) -> tuple[protocol.Peaks, str]:
     return protocol.measure_gpu_peaks(), "measured"
 
 
-class Notes:
-    """Prints lines between those of the table, each note only once."""
+class Output:
+    """Prints the lines of the table, notes between them, each once, and the progress."""
 
     def __init__(self, total):
         self._seen = set()
@@ -49,10 +49,10 @@ class Notes:
         with self._bar.external_write_mode() if self._bar else contextlib.nullcontext():
             print(text, flush=True)
 
-    def note(self, text):
+    def note(self, text, where):
         if text not in self._seen:
             self._seen.add(text)
-            self.show(f"# {text}")
+            self.show(f"# {text} (from {where} on)")
 
     def done(self):
         if self._bar:
@@ -159,7 +159,7 @@ def run(cases, *, rows, groupings, names, rounds, measure_peaks, json_path, plot
         f"{report.header(names)}",
         flush=True,
     )
-    notes = Notes(len(cases) * sum(len(groupings_of(r, groupings)) for r in rows))
+    output = Output(len(cases) * sum(len(groupings_of(r, groupings)) for r in rows))
     records = []
     for case, shape in cases.items():
         weights = peers.random_weights(shape)
@@ -168,7 +168,7 @@ def run(cases, *, rows, groupings, names, rounds, measure_peaks, json_path, plot
             problem = peers.Problem(shape, peers.random_lhs(m, shape.k), weights)
 
             def note(text):
-                notes.note(f"{case}, {mean} rows, {text}")
+                output.note(text, f"{case} with {mean} rows")
 
             candidates = make_candidates(problem, names, note)
             for grouping in groupings_of(mean, groupings):
@@ -176,11 +176,11 @@ def run(cases, *, rows, groupings, names, rounds, measure_peaks, json_path, plot
                 bursts = prepare(candidates, sizes, note)
                 timings = protocol.measure_bursts(bursts, rounds)
                 records.append(make_record(case, shape, mean, grouping, sizes, timings, peaks))
-                notes.show(report.line(records[-1], names))
-                notes.done()
+                output.show(report.line(records[-1], names))
+                output.done()
         if json_path:
             report.write_json(json_path, about, records)
-    notes.close()
+    output.close()
     print(f"\n{report.summary(records, names)}\n\n{time.perf_counter() - start:.0f} s")
     if plot_path:
         report.write_plot(plot_path, records, names, f"{device}, bfloat16, jax {jax.__version__}")

@@ -21,26 +21,18 @@ from pearl_jax import tiling
 ARCH = "sm_90a"
 
 
-def compiled_tiles(shape, layout) -> list[tiling.TileConfig]:
-    """Tiles of the bfloat16 kernels for this shape."""
-    pad_k, pad_n = -shape.k % 8, -shape.n % 8
-    operands = "bfloat16", "bfloat16", layout == "gnk", shape.k + pad_k, shape.n + pad_n
-    existing = tiling.kernels(ARCH)
-    tiles = dict.fromkeys(spec.tile for spec in existing)
-    return [tile for tile in tiles if tiling.kernel(*operands, ARCH, tile) in existing]
-
-
 def run_case(case, shape, layout, rows, groupings, rounds) -> list[float]:
     """Prints a line for each number of rows and grouping; returns what the choice loses."""
     weights = peers.random_weights(shape)
-    tiles = compiled_tiles(shape, layout)
+    transposed = layout == "gnk"
+    tiles = tiling.tiles(ARCH, transposed)
     names = "".join(f"{tile!s:>14}" for tile in tiles)
     print(f"{case + ' ' + layout:<24}{'rows':>5}  {'groups':<12}{names}  best, chosen")
     losses = []
     for mean in rows:
         m = shape.g * mean
         problem = peers.Problem(shape, peers.random_lhs(m, shape.k), weights)
-        chosen = tiling.choose_kernel_tile(m, shape.g, shape.n)
+        chosen = tiling.choose_kernel_tile(ARCH, m, shape.g, transposed)
         candidates = {tile: peers.pearl(problem, layout, tile) for tile in tiles}
         for grouping in gpu.groupings_of(mean, groupings):
             sizes = shapes.GROUPINGS[grouping](m, shape.g)
@@ -49,7 +41,7 @@ def run_case(case, shape, layout, rows, groupings, rounds) -> list[float]:
                 burst.wait(burst.start(1))
             timings = protocol.measure_bursts(bursts, rounds)
             us = {tile: 1e6 * timing.seconds for tile, timing in timings.items()}
-            best = min(us, key=us.__getitem__)
+            best = min(us, key=lambda tile: us[tile])
             losses.append(100 * (us[chosen] / us[best] - 1))
             times = "".join(f"{us[tile]:>14.1f}" for tile in tiles)
             print(

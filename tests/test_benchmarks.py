@@ -1,0 +1,328 @@
+"""The benchmarks' own arithmetic, tables and handling of peers; no GPU is needed."""
+
+import functools
+import importlib
+import json
+import math
+import sys
+import time
+import types
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pearl_jax
+from pearl_jax import tiling
+
+# By its path: with the root on sys.path, the source folder would hide the installed pearl_jax.
+package = types.ModuleType("benchmarks")
+package.__path__ = [str(Path(__file__).parents[1] / "benchmarks")]
+sys.modules.setdefault("benchmarks", package)
+cpu, gpu, peers, protocol, report, shapes, tune = (
+    importlib.import_module(f"benchmarks.{name}")
+    for name in ("cpu", "gpu", "peers", "protocol", "report", "shapes", "tune")
+)
+
+
+def record(rows=16, grouping="uniform", gnk=100.0, gkn=110.0, **changes):
+    values = {
+        "case": "GLM-5.3 gate_up",
+        "g": 2,
+        "k": 8,
+        "n": 8,
+        "rows": rows,
+        "grouping": grouping,
+        "group_sizes": [rows, rows],
+        "floor_us": 80.0,
+        "bound": "bytes",
+        "pearl_us": {"gnk": gnk, "gkn": gkn},
+        "peer_us": {"torch": 150.0},
+        "ratios": {"torch": 150.0 / gnk},
+        "host_bound": [],
+        "samples": {"torch": [150.0]},
+    }
+    return report.Record(**{**values, **changes})
+
+
+def test_slope_leaves_out_the_fixed_cost():
+    fixed, call = 1e-3, 2e-5
+    bursts = [fixed + count * 5 * call for count in (7, 21)]
+    assert protocol.slope(*bursts, count=7, calls=5) == pytest.approx(call)
+
+
+class FakeGpu:
+    """Bursts that take a fixed time, and as long again for each call as it is told to."""
+
+    def __init__(self, monkeypatch, fixed):
+        self.now, self.fixed, self.order = 0.0, fixed, []
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(time, "sleep", lambda seconds: None)
+
+    def burst(self, name, call, calls, start=0.0):
+        def begin(count):
+            self.now += count * start
+            return count
+
+        def wait(count):
+            self.order.append((name, count))
+            self.now += max(count * (calls * call - start), 0) + self.fixed
+
+        return protocol.Burst(begin, wait, calls)
+
+
+def test_bursts_are_timed_in_turn_and_their_fixed_cost_taken_out(monkeypatch):
+    fake = FakeGpu(monkeypatch, fixed=5e-4)
+    bursts = {"a": fake.burst("a", 1e-4, 4), "b": fake.burst("b", 3e-3, 2)}
+    found = protocol.measure_bursts(bursts, rounds=3)
+    assert found["a"].seconds == pytest.approx(1e-4)
+    assert found["b"].samples == pytest.approx([3e-3] * 3)
+    assert not found["a"].host_bound
+    a, b = round(0.004 / 9e-4), 1
+    one_round = [("a", a), ("a", 3 * a), ("b", b), ("b", 3 * b)]
+    assert fake.order[-12:] == one_round + one_round[2:] + one_round[:2] + one_round
+
+
+def test_a_burst_that_the_host_holds_up_is_marked(monkeypatch):
+    fake = FakeGpu(monkeypatch, fixed=0)
+    bursts = {"slow": fake.burst("slow", 1e-5, 1, start=2e-5), "fast": fake.burst("fast", 1e-4, 1)}
+    found = protocol.measure_bursts(bursts, rounds=1)
+    assert found["slow"].host_bound
+    assert not found["fast"].host_bound
+
+
+def test_floor_counts_groups_with_rows_only():
+    peaks = protocol.Peaks(bandwidth=1e12, flops=1e15)
+    floor = protocol.grouped_matmul_floor(64, 32, np.array([3, 0, 5]), 2, peaks)
+    assert floor.num_bytes == 2 * (8 * (64 + 32) + 2 * 64 * 32)
+    assert floor.flops == 2 * 8 * 64 * 32
+    assert (floor.seconds, floor.bound) == (floor.num_bytes / 1e12, "bytes")
+
+
+def test_floor_of_an_h200():
+    peaks, shape = protocol.GPU_PEAKS["NVIDIA H200"], shapes.MODELS["GLM-5.3"].gate_up
+    found = [
+        protocol.grouped_matmul_floor(shape.k, shape.n, np.full(shape.g, rows), 2, peaks)
+        for rows in (1, 1024)
+    ]
+    assert [round(1e6 * f.seconds) for f in found] == [366, 2088]
+    assert [f.bound for f in found] == ["bytes", "flops"]
+
+
+def test_shapes_are_those_of_one_device():
+    assert {name: (s.g, s.k, s.n) for name, s in shapes.cases(shapes.MODELS).items()} == {
+        "GLM-5.3 gate_up": (32, 6144, 4096),
+        "GLM-5.3 down": (32, 2048, 6144),
+        "DeepSeek-V4-Pro gate_up": (48, 7168, 6144),
+        "DeepSeek-V4-Pro down": (48, 3072, 7168),
+        "Kimi-K3 gate_up": (112, 3584, 6144),
+        "Kimi-K3 down": (112, 3072, 3584),
+        "Qwen3-235B gate_up": (16, 4096, 3072),
+        "Qwen3-235B down": (16, 1536, 4096),
+        "Mixtral-8x7B gate_up": (8, 4096, 28672),
+        "Mixtral-8x7B down": (8, 14336, 4096),
+        "gpt-oss-120b gate_up": (16, 2880, 5760),
+        "gpt-oss-120b down": (16, 2880, 2880),
+    }
+
+
+@pytest.mark.parametrize("sizes", [[3, 0, 5], [8, 0, 0], [1, 3, 4]])
+def test_error_on_the_device_is_the_one_on_the_host(rng, sizes):
+    want = rng.standard_normal((8, 6)).astype(np.float32)
+    got = want + 0.1 * rng.standard_normal((8, 6)).astype(np.float32)
+    on_device = protocol.worst_group_error_on_device(got, want, jnp.array(sizes))
+    assert float(on_device) == pytest.approx(protocol.worst_group_error(got, want, sizes), 1e-5)
+    got[0, 0] = np.nan
+    assert math.isnan(protocol.worst_group_error_on_device(got, want, jnp.array(sizes)))
+    zero = np.zeros_like(want)
+    assert float(protocol.worst_group_error_on_device(zero, zero, jnp.array(sizes))) == 0
+    assert protocol.worst_group_error_on_device(want, zero, jnp.array(sizes)) == math.inf
+
+
+def test_lines_have_the_columns_of_the_header():
+    names = ["lax", "torch"]
+    header = report.header(names)
+    line = report.line(record(host_bound=["torch", "pearl gkn"]), names)
+    columns = "GLM-5.3 gate_up 16 uniform 80.0 bytes 100.0 1.250 110.0* 1.375 - 1.50*"
+    assert " ".join(line.split()) == columns
+    # Numbers end where their titles end; a mark may follow.
+    for title, value in (("floor us", "80.0"), ("rows", "16"), ("torch x", "1.50")):
+        assert abs(header.index(title) + len(title) - line.index(value) - len(value)) <= 1
+
+
+def test_summary_names_the_worst_point():
+    records = [record(), record(rows=64, gnk=160.0), record(rows=256, ratios={})]
+    assert report.summary(records, ["torch", "quack"]).splitlines() == [
+        "torch over pearl: worst 0.938 (GLM-5.3 gate_up, 64 rows, uniform), median 1.219 of 2",
+        "quack: -",
+        "pearl gnk over its floor: worst 2.000 (GLM-5.3 gate_up, 64 rows, uniform), "
+        "median 1.250 of 3",
+        "pearl gkn over its floor: worst 1.375 (GLM-5.3 gate_up, 16 rows, uniform), "
+        "median 1.375 of 3",
+    ]
+
+
+def test_curves_are_uniform_points_by_rows():
+    records = [record(rows=64), record(rows=16), record(grouping="zipf")]
+    assert report.curves(records, ["lax", "torch"], "GLM-5.3 gate_up") == {
+        "pearl gnk": [(16, 1.25), (64, 1.25)],
+        "pearl gkn": [(16, 1.375), (64, 1.375)],
+        "torch": [(16, 1.875), (64, 1.875)],
+    }
+
+
+def test_a_plot_without_matplotlib_says_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=r"pip install 'pearl-jax\[bench\]'"):
+        report.plotting()
+
+
+def test_uneven_groupings_are_for_some_rows_only_unless_asked_for():
+    assert gpu.groupings_of(4) == ("uniform",)
+    assert gpu.groupings_of(16) == tuple(shapes.GROUPINGS)
+    assert gpu.groupings_of(4, ["zipf"]) == ("zipf",)
+
+
+def problem(rows, shape=None):
+    shape = shape or shapes.Shape(g=3, k=16, n=8)
+    return peers.Problem(
+        shape, peers.random_lhs(shape.g * rows, shape.k), peers.random_weights(shape)
+    )
+
+
+def test_both_layouts_hold_the_same_weights():
+    weights = problem(2).weights
+    np.testing.assert_array_equal(weights["gnk"], jnp.swapaxes(weights["gkn"], 1, 2))
+    assert weights["gnk"].shape == (3, 8, 16)
+
+
+def test_a_program_has_few_calls_where_one_takes_long_or_writes_much():
+    assert problem(2).calls() == peers.MAX_CALLS
+    assert problem(2).calls(seconds=protocol.BURST_SECONDS / 2) == 2
+    assert problem(2).calls(seconds=1) == 1
+
+
+def test_lax_is_left_out_where_it_would_take_too_long(monkeypatch):
+    monkeypatch.setattr(peers, "LAX_MAX_SECONDS", 1e-12)
+    with pytest.raises(peers.Absent, match="skipped, 3 times the arithmetic would take"):
+        peers.PEERS["lax"].make(problem(2))
+    monkeypatch.setattr(peers, "LAX_MAX_SECONDS", 1)
+    monkeypatch.setattr(peers, "LAX_MAX_BYTES", 10)
+    with pytest.raises(peers.Absent, match="skipped, would need"):
+        peers.PEERS["lax"].make(problem(2))
+
+
+@pytest.fixture
+def without_kernels(monkeypatch):
+    """pearl_jax in plain XLA, short bursts, and peaks for this machine."""
+
+    def pearl(problem, layout, tile=None):
+        function = functools.partial(
+            pearl_jax.grouped_matmul, transpose_rhs=layout == "gnk", implementation="xla", tile=tile
+        )
+        return peers.jax_candidate(function, problem, layout, problem.calls())
+
+    monkeypatch.setattr(peers, "pearl", pearl)
+    monkeypatch.setattr(peers, "MAX_CALLS", 2)
+    monkeypatch.setattr(protocol, "BURST_SECONDS", 1e-4)
+    monkeypatch.setattr(protocol, "PAUSE_SECONDS", 0)
+    monkeypatch.setitem(protocol.GPU_PEAKS, "cpu", protocol.Peaks(1e10, 1e11))
+
+
+def run(names, path=None, rows=(2,)):
+    gpu.run(
+        {"tiny": shapes.Shape(g=3, k=16, n=8)},
+        rows=rows,
+        groupings=["uniform", "one_hot"],
+        names=names,
+        rounds=1,
+        measure_peaks=False,
+        json_path=path,
+        plot_path=None,
+    )
+
+
+def test_a_run_has_a_line_for_each_point_and_writes_them(without_kernels, capsys, tmp_path):
+    run(["lax"], tmp_path / "found.json", rows=(2, 4))
+    out = capsys.readouterr().out
+    assert [line.split()[1:3] for line in out.splitlines() if line.startswith("tiny")] == [
+        [rows, grouping] for rows in ("2", "4") for grouping in ("uniform", "one_hot")
+    ]
+    assert "lax over pearl: worst" in out
+    written = json.loads((tmp_path / "found.json").read_text())
+    assert written["rounds"] == 1
+    assert written["records"][0]["group_sizes"] == [2, 2, 2]
+    assert set(written["records"][0]["samples"]) == {"pearl gnk", "pearl gkn", "lax"}
+
+
+def test_absent_and_failing_peers_are_said_once(without_kernels, monkeypatch, capsys):
+    def fails(lhs, rhs, group_sizes):
+        raise ValueError("no\nsuch   tile")
+
+    monkeypatch.setitem(peers.PEERS, "failing", jax_peer(fails))
+    monkeypatch.setitem(sys.modules, "tokamax", None)
+    run(["tokamax", "failing"], rows=(2, 4))
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("#")]
+    assert len(notes) == 2
+    assert notes[0].startswith("# tokamax: tokamax cannot be imported: ModuleNotFoundError")
+    assert notes[1] == "# failing: ValueError: no such tile (from tiny with 2 rows on)"
+
+
+def test_a_peer_that_is_wrong_is_not_timed(without_kernels, monkeypatch, capsys):
+    def wrong(lhs, rhs, group_sizes):
+        return 1.1 * pearl_jax.grouped_matmul(lhs, rhs, group_sizes)
+
+    monkeypatch.setitem(peers.PEERS, "wrong", jax_peer(wrong))
+    run(["wrong", "lax"])
+    out = capsys.readouterr().out
+    assert "# wrong: differs from pearl_jax by 1.0e-01 in a group, not timed" in out
+    assert "wrong: -\n" in out
+    monkeypatch.setitem(peers.PEERS, "too", jax_peer(wrong))
+    with pytest.raises(RuntimeError, match="pearl_jax differs from all of wrong, too"):
+        run(["wrong", "too"])
+
+
+def jax_peer(function):
+    return peers.Peer("gkn", lambda p: {"": peers.jax_candidate(function, p, "gkn", p.calls())})
+
+
+def test_the_fastest_variant_counts():
+    timings = {
+        name: protocol.BurstTiming(seconds, [seconds], False)
+        for name, seconds in {
+            "pearl gnk": 1e-4,
+            "pearl gkn": 2e-4,
+            "mosaic 64x256": 3e-4,
+            "mosaic 128x128": 4e-4,
+        }.items()
+    }
+    sizes = np.array([2, 2])
+    peaks = protocol.Peaks(1e12, 1e15)
+    found = gpu.make_record("x", shapes.Shape(2, 8, 8), 2, "uniform", sizes, timings, peaks)
+    assert found.peer_us == {"mosaic": pytest.approx(300)}
+    assert found.ratios == {"mosaic": pytest.approx(1.5)}
+    assert set(found.samples) == set(timings)
+
+
+def test_every_tile_is_tuned(without_kernels, capsys):
+    shape = shapes.Shape(g=2, k=64, n=64)
+    losses = tune.run_case("tiny", shape, "gnk", rows=[2], groupings=["uniform"], rounds=1)
+    header, line = capsys.readouterr().out.splitlines()
+    assert len(losses) == 1
+    for tile in tiling.tiles(tune.ARCH, True):
+        assert str(tile) in header
+    assert line.split()[:2] == ["2", "uniform"]
+
+
+def test_on_a_cpu_all_but_the_headline_are_scaled_down(monkeypatch, capsys):
+    monkeypatch.setattr(protocol, "measure_peaks", lambda dtype: protocol.Peaks(1e10, 1e11))
+    seen = []
+    monkeypatch.setattr(cpu, "run_shape", lambda *args: seen.append(args[:4]))
+    monkeypatch.setattr(cpu.jax.config, "update", lambda *args: None)
+    cases = {cpu.HEADLINE: cpu.HEADLINE_SHAPE} | shapes.cases(["Qwen3-235B"], ["down"])
+    cpu.run(cases, "float32", 1)
+    assert seen == [
+        ("headline", shapes.Shape(32, 1024, 1024), 512, ("uniform",)),
+        ("Qwen3-235B down", shapes.Shape(16, 192, 512), 512, ("uniform", "zipf")),
+    ]
