@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from . import native
-from .encode import Program
+from .encode import SPECIAL_KINDS, Program
 from .launch import Exported, Launch, registers_per_thread
 from .lower import lower
 from .ptx import Module, parse
@@ -177,8 +177,9 @@ def run_launch(
     room = 1 << 16
     text = ctypes.create_string_buffer(room)
     result = native.Result()
+    run = native.core().emulator_run
     start = time.perf_counter()
-    native.core().emulator_run(
+    run(
         ctypes.byref(view),
         ctypes.byref(config),
         ctypes.byref(options),
@@ -220,8 +221,6 @@ def _aligned(data: bytes) -> np.ndarray:
 
 
 def _relocated(specials: bytes, globals_address: int) -> bytes:
-    from .encode import SPECIAL_KINDS
-
     rows = np.frombuffer(specials, np.dtype([("o", "<u4"), ("kind", "<u4"), ("value", "<u8")]))
     rows = rows.copy()
     rows["value"][rows["kind"] == SPECIAL_KINDS["kGlobalAddress"]] += globals_address

@@ -132,10 +132,13 @@ class _Parser:
         # Comments become blanks, so that lines keep their numbers.
         self.text = _COMMENT.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), text)
         self.at = 0
+        self.counted, self.lines = 0, 1
 
     @property
     def line(self) -> int:
-        return self.text.count("\n", 0, self.at) + 1
+        self.lines += self.text.count("\n", self.counted, self.at)
+        self.counted = self.at
+        return self.lines
 
     def match(self, pattern: re.Pattern) -> re.Match | None:
         match = pattern.match(self.text, self.at)

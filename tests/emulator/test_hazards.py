@@ -381,7 +381,7 @@ TENSOR_FAULTS = {
     "a product past the allocation": ("tmem", MULTIPLY.replace("[%r5], %d5", "[%r5+40], %d5"), {}),
     "another warp's lanes": (
         "tmem",
-        MULTIPLY.replace("shl.b32 %r8, %r3, 21", "mov.u32 %r8, 0"),
+        MULTIPLY.replace("shl.b32 %r8, %r3, 21", "mov.u32 %r8, 0x00200000"),
         {},
     ),
     "allocated and never freed": (

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cstring>
 
 #include "numbers.h"
@@ -28,39 +29,65 @@ MatrixDescriptor decode_tcgen05_descriptor(u64 bits) {
 
 u32 element_bytes(Type t) { return kTypeBits[int(t)] / 8; }
 
-float element_value(Type t, const u8* bytes) {
-  u32 v = 0;
-  memcpy(&v, bytes, element_bytes(t));
+namespace {
+
+// The values of a 16-byte chunk.
+template <Type kType, class Bits>
+void values(const u8* bytes, float* out) {
+  for (u32 i = 0; i < 16 / sizeof(Bits); i++) {
+    Bits v;
+    memcpy(&v, bytes + i * sizeof(Bits), sizeof(Bits));
+    if constexpr (kType == Type::BF16)
+      out[i] = from_bf16(v);
+    else if constexpr (kType == Type::F16)
+      out[i] = from_half(v);
+    else if constexpr (kType == Type::TF32)
+      out[i] = from_tf32(v);
+    else if constexpr (kType == Type::E4M3)
+      out[i] = from_e4m3(v);
+    else
+      out[i] = from_e5m2(v);
+  }
+}
+
+void chunk_values(Type t, const u8* bytes, float* out) {
   switch (t) {
     case Type::BF16:
-      return from_bf16(u16(v));
+      return values<Type::BF16, u16>(bytes, out);
     case Type::F16:
-      return from_half(u16(v));
+      return values<Type::F16, u16>(bytes, out);
     case Type::TF32:
-      return from_tf32(v);
+      return values<Type::TF32, u32>(bytes, out);
     case Type::E4M3:
-      return from_e4m3(u8(v));
+      return values<Type::E4M3, u8>(bytes, out);
     case Type::E5M2:
-      return from_e5m2(u8(v));
-    case Type::S8:
-      return float(int8_t(v));
-    case Type::U8:
-      return float(u8(v));
+      return values<Type::E5M2, u8>(bytes, out);
     default:
       throw Fault("unknown", "matrix element type");
   }
 }
 
+}  // namespace
+
+float element_value(Type t, const u8* bytes) {
+  u8 chunk[16] = {};
+  memcpy(chunk, bytes, element_bytes(t));
+  float out[16];
+  chunk_values(t, chunk, out);
+  return out[0];
+}
+
 void read_matrix(const MatrixSource& s, bool transposed, u32 stride, float* out) {
-  u32 e = element_bytes(s.type), per_chunk = 16 / e;
+  u32 per_chunk = 16 / element_bytes(s.type);
   each_chunk(s, [&](u32 at, u32 row, u32 k) {
-    const u8* bytes = s.cta->smem.data() + at;
-    for (u32 i = 0; i < per_chunk; i++) {
-      u32 r = s.mn_major ? row + i : row, kk = s.mn_major ? k : k + i;
-      // A chunk of the last columns may reach past the rows asked for.
-      if (r >= s.rows) continue;
-      out[transposed ? kk * stride + r : r * stride + kk] = element_value(s.type, bytes + i * e);
-    }
+    float chunk[16];
+    chunk_values(s.type, s.cta->smem.data() + at, chunk);
+    // The chunk's elements follow one another along K, or along the rows.
+    u32 first = transposed ? k * stride + row : row * stride + k;
+    u32 step = s.mn_major == transposed ? 1 : stride;
+    // A chunk of the last columns may reach past the rows asked for.
+    u32 count = s.mn_major ? std::min(per_chunk, s.rows - row) : per_chunk;
+    for (u32 i = 0; i < count; i++) out[first + i * step] = chunk[i];
   });
 }
 
@@ -70,17 +97,18 @@ namespace {
 constexpr i32 kZero = -10000, kSafe = 90;
 
 i32 exponent_of(float f) {
-  u32 bits = as_bits(f) & 0x7FFFFFFF;
+  u32 bits = std::bit_cast<u32>(f) & 0x7FFFFFFF;
   return bits == 0 ? kZero : i32(bits >> 23) - 127;
 }
 
+// 1 for an exponent at the edge of float32.
+i32 is_extreme(i32 exponent, i32 most) {
+  return i32(exponent > most) | (i32(exponent < -most) & i32(exponent != kZero));
+}
+
 // float32 cut off towards zero.
-float cut_off(double value, int bits) {
-  u64 word;
-  memcpy(&word, &value, 8);
-  word &= ~0ull << (52 - bits);
-  memcpy(&value, &word, 8);
-  return float(value);
+float cut_off(double value, u64 mask) {
+  return float(std::bit_cast<double>(std::bit_cast<u64>(value) & mask));
 }
 
 }  // namespace
@@ -93,7 +121,7 @@ ProductBlock::ProductBlock(Type element, std::vector<float> b, u32 columns)
   exponent_.resize(b_.size());
   for (size_t i = 0; i < b_.size(); i++) {
     exponent_[i] = exponent_of(b_[i]);
-    special_ |= exponent_[i] > kSafe || (exponent_[i] < -kSafe && exponent_[i] != kZero);
+    special_ |= is_extreme(exponent_[i], kSafe / 2);
   }
   scale_.resize(columns);
   largest_.resize(columns);
@@ -110,15 +138,15 @@ void ProductBlock::accumulate_plainly(float* d, const float* a) {
 void ProductBlock::accumulate(float* d, const float* a) {
   const u32 n = columns_;
   i32* largest = largest_.data();
-  bool special = special_;
+  i32 special = special_;
   for (u32 i = 0; i < n; i++) {
     largest[i] = exponent_of(d[i]);
-    special |= largest[i] > kSafe || (largest[i] < -kSafe && largest[i] != kZero);
+    special |= is_extreme(largest[i], kSafe);
   }
   std::array<i32, 32> exponents;
   for (u32 k = 0; k < depth_; k++) {
     i32 e = exponents[k] = exponent_of(a[k]);
-    special |= e > kSafe / 2 || (e < -kSafe / 2 && e != kZero);
+    special |= is_extreme(e, kSafe / 2);
   }
   if (special) return accumulate_plainly(d, a);
   for (u32 k = 0; k < depth_; k++) {
@@ -130,7 +158,7 @@ void ProductBlock::accumulate(float* d, const float* a) {
   for (u32 i = 0; i < n; i++) {
     // Where all is zero any scale will do.
     i32 e = std::max(largest[i], -kSafe);
-    scale[i] = as_float(u32(127 + kept_ - e) << 23);
+    scale[i] = std::bit_cast<float>(u32(127 + kept_ - e) << 23);
     low[i] = i32(d[i] * scale[i]);
     high[i] = 0;
   }
@@ -140,8 +168,9 @@ void ProductBlock::accumulate(float* d, const float* a) {
     const float *b = &b_[k * n], x = a[k];
     for (u32 i = 0; i < n; i++) sum[i] += i32(x * b[i] * scale[i]);
   }
+  const u64 mask = ~0ull << (52 - result_bits_);
   for (u32 i = 0; i < n; i++) {
-    d[i] = cut_off(double(i64(low[i]) + high[i]) / scale[i], result_bits_);
+    d[i] = cut_off((double(low[i]) + double(high[i])) / double(scale[i]), mask);
   }
 }
 

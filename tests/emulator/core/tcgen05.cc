@@ -149,10 +149,12 @@ void load_store(Machine& m, Warp& w, const Instr& in) {
   u32 lane = address >> 16, column = address & 0xFFFF, quarter = w.id % 4;
   std::string what = w.name();
   bool half = shape != k32x32b;
-  if (lane / 32 != quarter || lane % (half ? 16 : 32)) {
-    throw Fault("tmem", text("%s: tcgen05.ld or st at lane %u; warp %u reaches lanes %u to %u",
-                             what.c_str(), lane, quarter, 32 * quarter, 32 * quarter + 31));
+  // A warp reaches its own quarter of the lanes, which the address names or leaves at 0.
+  if ((lane / 32 != quarter && lane / 32 != 0) || lane % (half ? 16 : 32)) {
+    throw Fault("tmem", text("%s: tcgen05.ld or st at lane %u; the warp reaches lanes %u to %u",
+                             what.c_str(), lane, 32 * quarter, 32 * quarter + 31));
   }
+  lane = 32 * quarter + lane % 32;
   u32 wide = 0;
   each_element(shape, in.mod[1], in.mod[3],
                [&](u32, u32, u32, u32 c) { wide = std::max(wide, c + 1); });
