@@ -74,6 +74,41 @@ class KernelSpec:
         )
 
 
+# Shared memory that one CTA may use, less 1 KiB for barriers and alignment.
+_SMEM_BYTES = {"sm_90a": 226 * 1024}
+_ELEMENT_BYTES = 2
+_LEAST_STAGES = 4  # of rows: fewer do not hide how long the copy engine takes
+
+
+def stages(arch, tile) -> tuple[int, int]:
+    """How many stages of weights (n, k) and of rows (m, K_TILE) a tile's kernel has.
+
+    As many of weights, which come from memory, as leave room for the least number of
+    rows, which mostly come from a cache.
+    """
+    weights_bytes = tile.n * tile.k * _ELEMENT_BYTES
+    rows_bytes = tile.m * K_TILE * _ELEMENT_BYTES
+    weights = max((_SMEM_BYTES[arch] - _LEAST_STAGES * rows_bytes) // weights_bytes, 0)
+    return weights, (_SMEM_BYTES[arch] - weights * weights_bytes) // rows_bytes
+
+
+def is_valid(arch, tile) -> tuple[bool, str]:
+    """Whether a kernel for arch can have the tile, and if not, why."""
+    for ok, reason in (
+        (arch in _SMEM_BYTES, f"there are no kernels for {arch}"),
+        (tile.m in (16, 32, 64, 128, 256), "m must be 16, 32, 64, 128 or 256"),
+        (tile.n in (128, 256), "n must be 128 or 256"),
+        (tile.k in (64, 128), "k must be 64 or 128"),
+        (tile.m * tile.n <= 2**15, "m * n accumulators must fit into registers, 32768 at most"),
+        (tile.cluster in (1, 2, 4), "cluster must be 1, 2 or 4"),
+    ):
+        if not ok:
+            return False, f"{reason}, got {tile!r}"
+    if stages(arch, tile)[0] < 2:
+        return False, f"two stages of weights must fit into shared memory, got {tile!r}"
+    return True, ""
+
+
 # The tiles of each architecture, by transpose_rhs: up to how many rows a group has on
 # average, a tile is the choice. Measured on an H200 with 32 groups, k = 6144, n = 4096 and
 # uneven sizes (benchmarks/notes/hopper.md):

@@ -11,15 +11,13 @@ from cutlass.cute.nvgpu.common import OperandMajorMode
 from cutlass.cute.runtime import make_ptr
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
+from pearl_jax import tiling
 from pearl_jax.kernels import epilogue, forms
 from pearl_jax.kernels.pipeline import Ring
 from pearl_jax.kernels.scheduler import Scheduler
 from pearl_jax.tiling import K_TILE, KernelSpec
 
 _DTYPES = {"bfloat16": BFloat16, "float16": Float16, "float32": Float32}
-
-_SMEM_BYTES = 227 * 1024  # what one CTA of sm_90 may use
-_BARRIER_BYTES = 1024  # kept for the barriers and for alignment
 
 _WARPGROUP = 128
 _CONSUMERS = 2  # warpgroups
@@ -60,23 +58,18 @@ class HopperGroupedMatmul:
     """
 
     def __init__(self, spec: KernelSpec):
+        valid, reason = tiling.is_valid(spec.arch, spec.tile)
+        if not valid:
+            raise ValueError(reason)
         self.spec, self.tile = spec, spec.tile
         self.dtype, self.out_dtype = _DTYPES[spec.dtype], _DTYPES[spec.out_dtype]
         self.extents = [e for e in _EXTENTS if e <= spec.tile.m]
-        assert self.extents[-1] == spec.tile.m
-        assert spec.tile.n % _WARPGROUP == 0
 
         size = self.dtype.width // 8
         self.box_rows = max(16, spec.tile.m // 4)  # tokens of one request of the copy engine
         self.weights_bytes = spec.tile.n * spec.tile.k * size
         self.box_bytes = self.box_rows * K_TILE * size
-        self.weights_stages, self.tokens_stages = self._stages(spec.tile.m * K_TILE * size)
-
-    def _stages(self, tokens_bytes):
-        """As many stages of weights as leave room for the tokens of at least 4 K tiles."""
-        budget = _SMEM_BYTES - _BARRIER_BYTES
-        weights = (budget - 4 * tokens_bytes) // self.weights_bytes
-        return weights, min((budget - weights * self.weights_bytes) // tokens_bytes, 16)
+        self.weights_stages, self.tokens_stages = tiling.stages(spec.arch, spec.tile)
 
     @cute.jit
     def __call__(
