@@ -8,6 +8,17 @@ import numpy as np
 import oracle
 
 import pearl_jax
+from pearl_jax import tiling
+
+KERNELS = tiling.kernels("sm_90a")
+# The options of a call for each tile of each layout, for pytest.mark.parametrize.
+TILES = {
+    f"{'gnk' if spec.transpose_rhs else 'gkn'}-{spec.tile}": {
+        "tile": spec.tile,
+        "transpose_rhs": spec.transpose_rhs,
+    }
+    for spec in KERNELS
+}
 
 # Group sizes by name, for 700 rows in 6 groups.
 SIZES = {

@@ -3,26 +3,18 @@
 import jax
 import numpy as np
 
-from gpu.problems import check, int32, on_gpu, problem
-from pearl_jax import tiling
-
-TILES = list(dict.fromkeys(spec.tile for spec in tiling.kernels("sm_90a")))
+from gpu.problems import TILES, check, int32, on_gpu, problem
 
 
 def main():
     calls = 0
-    for i, tile in enumerate(TILES):
+    for i, (name, options) in enumerate(TILES.items()):
         # Rows of no group, an empty group, groups of an odd size, k and n inside of a tile.
         p = problem(150, 136, 264, 3)
-        transpose_rhs = i % 2 == 1
-        lhs, rhs = p.operands("bfloat16", transpose_rhs)
-        run = on_gpu(
-            tile=tile,
-            transpose_rhs=transpose_rhs,
-            preferred_element_type="float32" if i % 3 == 2 else "bfloat16",
-        )
+        lhs, rhs = p.operands("bfloat16", options["transpose_rhs"])
+        run = on_gpu(**options, preferred_element_type="float32" if i % 3 == 2 else "bfloat16")
         for sizes in ([17, 0, 126], [0, 1, 0]):
-            check(run(lhs, rhs, int32(*sizes), np.int32(0)), p.want(sizes), str(tile))
+            check(run(lhs, rhs, int32(*sizes), np.int32(0)), p.want(sizes), name)
             calls += 1
     assert jax.default_backend() == "gpu"
     print(f"{calls} calls, all right")

@@ -6,12 +6,10 @@ import numpy as np
 import oracle
 import pytest
 
-from gpu.problems import SIZES, G, M, check, int32, on_gpu, problem
-from pearl_jax import tiling
+from gpu.problems import SIZES, TILES, G, M, check, int32, on_gpu, problem
 
 pytestmark = pytest.mark.gpu
 
-TILES = list(dict.fromkeys(spec.tile for spec in tiling.kernels("sm_90a")))
 CANARY = 640.0  # which every dtype here holds
 
 
@@ -36,8 +34,8 @@ def holes(shape, dtype, count=8):
 
 
 @pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("tile", TILES, ids=str)
-def test_poisoned_outputs_and_canaries(tile, out_dtype):
+@pytest.mark.parametrize("options", TILES.values(), ids=TILES)
+def test_poisoned_outputs_and_canaries(options, out_dtype):
     """Outputs that lie in memory full of NaN, each between two arrays that must not change.
 
     n = 328 and 200 end inside a tile, and so does every group.
@@ -45,8 +43,8 @@ def test_poisoned_outputs_and_canaries(tile, out_dtype):
     hits = neighbours = 0
     for n in (328, 200):
         p = problem(M + 4, 136, n, G)  # rows: so that the output is a multiple of 256 bytes
-        lhs, rhs = p.operands("bfloat16")
-        run = on_gpu(tile=tile, preferred_element_type=out_dtype)
+        lhs, rhs = p.operands("bfloat16", options["transpose_rhs"])
+        run = on_gpu(**options, preferred_element_type=out_dtype)
         sizes = {name: jnp.asarray(int32(*values)) for name, values in SIZES.items()}
         zero = jnp.int32(0)
         jax.block_until_ready(run(lhs, rhs, sizes["unaligned"], zero))  # compiles

@@ -10,12 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gpu.problems import SIZES, G, M, Problem, check, int32, on_gpu, problem
-from pearl_jax import tiling
+from gpu.problems import SIZES, TILES, G, M, Problem, check, int32, on_gpu, problem
 
 pytestmark = pytest.mark.gpu
 
-TILES = list(dict.fromkeys(spec.tile for spec in tiling.kernels("sm_90a")))
 UNEVEN = [7, 900, 0, 1, 33, 1500, 0, 250, 64, 5, 600, 0, 16, 300, 2, 100]
 
 
@@ -29,18 +27,20 @@ def differ(a, b):
     return jnp.sum(a.view(jnp.uint16) != b.view(jnp.uint16))
 
 
-def uneven_problem(tile=None):
+def uneven_problem(tile=None, transpose_rhs=False):
     """A call of several rounds of work tiles, with random data, as a function of nothing."""
     m = sum(UNEVEN) + 50
-    operands = normal(0, m, 1096), normal(1, len(UNEVEN), 1096, 2056)
+    k, n = 1096, 2056
+    rhs = normal(1, len(UNEVEN), *((n, k) if transpose_rhs else (k, n)))
+    operands = normal(0, m, k), rhs
     sizes, zero = jnp.asarray(int32(*UNEVEN)), jnp.int32(0)
-    run = on_gpu(tile=tile)
+    run = on_gpu(tile=tile, transpose_rhs=transpose_rhs)
     return lambda: run(*operands, sizes, zero)
 
 
-@pytest.mark.parametrize("tile", TILES, ids=str)
-def test_same_bits_in_50_runs_pytorch_186365(tile):
-    run = uneven_problem(tile)
+@pytest.mark.parametrize("options", TILES.values(), ids=TILES)
+def test_same_bits_in_50_runs_pytorch_186365(options):
+    run = uneven_problem(**options)
     first = run()
     assert jnp.isfinite(first).all()
     assert sum(int(differ(run(), first)) for _ in range(50)) == 0
@@ -117,13 +117,13 @@ class Spinner:
             self("cuStreamSynchronize", self.stream)
 
 
-@pytest.mark.parametrize("tile", TILES, ids=str)
-def test_same_bits_beside_another_kernel_marin_8870(tile):
+@pytest.mark.parametrize("options", TILES.values(), ids=TILES)
+def test_same_bits_beside_another_kernel_marin_8870(options):
     """marin#8870: rows were wrong when another kernel held multiprocessors.
 
     Here 1 to 200 blocks do so for up to half a millisecond, and start at any time.
     """
-    run, spinner, rng = uneven_problem(tile), Spinner(), np.random.default_rng(0)
+    run, spinner, rng = uneven_problem(**options), Spinner(), np.random.default_rng(0)
     first = jax.block_until_ready(run())
     wrong, overlapping = 0, 0
     for _ in range(100):
@@ -186,8 +186,9 @@ def test_eight_threads_at_once():
     def work(seed):
         rng = np.random.default_rng(seed)
         p = Problem(300 + seed, 136, 264, G, seed)
-        lhs, rhs = p.operands("bfloat16", transpose_rhs=seed % 2 == 1)
-        run = on_gpu(transpose_rhs=seed % 2 == 1, tile=TILES[seed % len(TILES)])
+        options = list(TILES.values())[seed % len(TILES)]
+        lhs, rhs = p.operands("bfloat16", options["transpose_rhs"])
+        run = on_gpu(**options)
         barrier.wait(60)
         for _ in range(20):
             sizes = [int(s) for s in rng.multinomial(290, np.ones(G) / G)]

@@ -9,13 +9,21 @@ import oracle
 import pytest
 
 import pearl_jax
-from gpu.problems import SIZES, G, M, Problem, check, int32, on_gpu, owned_rows, problem
-from pearl_jax import tiling
+from gpu.problems import (
+    KERNELS,
+    SIZES,
+    TILES,
+    G,
+    M,
+    Problem,
+    check,
+    int32,
+    on_gpu,
+    owned_rows,
+    problem,
+)
 
 pytestmark = pytest.mark.gpu
-
-KERNELS = tiling.kernels("sm_90a")
-TILES = list(dict.fromkeys(spec.tile for spec in KERNELS))
 
 # 48 groups around the extents that a kernel may compute with, with empty ones in between.
 EXTENTS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
@@ -84,12 +92,13 @@ def test_any_m(m):
         check(run(p.poisoned(lhs, sizes), rhs, int32(*sizes), np.int32(0)), p.want(sizes), sizes)
 
 
-@pytest.mark.parametrize("tile", TILES, ids=str)
-def test_one_row(tile):
+@pytest.mark.parametrize("options", TILES.values(), ids=TILES)
+def test_one_row(options):
     p = problem(1, 128, 256, 3)
-    lhs, rhs = p.operands("bfloat16")
+    lhs, rhs = p.operands("bfloat16", options["transpose_rhs"])
+    run = on_gpu(**options)
     for sizes in ([0, 1, 0], [1, 0, 0], [0, 0, 0], [0, 0, 7]):
-        out = on_gpu(tile=tile)(p.poisoned(lhs, sizes), rhs, int32(*sizes), np.int32(0))
+        out = run(p.poisoned(lhs, sizes), rhs, int32(*sizes), np.int32(0))
         check(out, p.want(sizes), sizes)
 
 
@@ -167,14 +176,12 @@ def test_random_problems(seed):
     m, given = int(rng.integers(1, 700)), int(rng.integers(1, 48))
     k, n, held = random_extent(rng, 400), random_extent(rng, 800), int(rng.integers(1, given + 1))
     dtype = str(rng.choice(["bfloat16", "float16"]))
-    transpose_rhs = bool(rng.integers(2))
-    options = {
-        "tile": [None, *TILES][rng.integers(len(TILES) + 1)],
-        "preferred_element_type": str(rng.choice([dtype, "float32"])),
-    }
+    options = dict(rng.choice(list(TILES.values())))
+    options["tile"] = rng.choice([options["tile"], None])
+    options["preferred_element_type"] = str(rng.choice([dtype, "float32"]))
     p = Problem(m, k, n, held, seed)
-    lhs, rhs = p.operands(dtype, transpose_rhs)
-    run = on_gpu(transpose_rhs=transpose_rhs, **options)
+    lhs, rhs = p.operands(dtype, options["transpose_rhs"])
+    run = on_gpu(**options)
     for _ in range(40):
         sizes = [int(s) for s in random_sizes(rng, m, given)]
         offset = int(rng.integers(-2, given + 2)) if rng.random() < 0.5 else 0
