@@ -79,12 +79,12 @@ def make_candidates(problem, names, note):
 def prepare(candidates, group_sizes, note):
     """Bursts of the candidates whose results agree with pearl_jax's.
 
-    Raises RuntimeError where its two layouts differ, or where several others agree with
-    neither.
+    Raises RuntimeError where its two layouts differ, or where several peers ran and none
+    agrees.
     """
     sizes = jnp.asarray(group_sizes)
     even = bool(np.all(group_sizes == group_sizes[0]))
-    bursts, want, differing = {}, None, []
+    bursts, want, differing = {}, None, set()
     for name, bind in candidates.items():
         peer = name.split()[0]
         own = peer == "pearl"
@@ -105,10 +105,10 @@ def prepare(candidates, group_sizes, note):
         elif own:
             raise RuntimeError(f"the two layouts of pearl_jax differ by {error:.1e} in a group")
         else:
-            differing.append(name)
+            differing.add(peer)
             note(f"{name}: differs from pearl_jax by {error:.1e} in a group, not timed")
     if len(differing) > 1 and len(bursts) == len(report.LAYOUTS):
-        raise RuntimeError(f"pearl_jax differs from all of {', '.join(differing)}")
+        raise RuntimeError(f"pearl_jax differs from all of {', '.join(sorted(differing))}")
     return bursts
 
 

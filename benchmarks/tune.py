@@ -55,7 +55,9 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--case", nargs="+", choices=shapes.MODELS, default=list(shapes.MODELS))
+    parser.add_argument(
+        "--case", action="append", choices=shapes.MODELS, help="several times; by default all"
+    )
     parser.add_argument("--projection", choices=shapes.PROJECTIONS)
     parser.add_argument("--layout", choices=report.LAYOUTS)
     parser.add_argument("--rows", type=int, nargs="+", default=gpu.ROWS, help="mean of a group")
@@ -70,7 +72,7 @@ def main():
         run_case, rows=options.rows, groupings=options.groupings, rounds=options.rounds
     )
     losses = []
-    for case, shape in shapes.cases(options.case, projections).items():
+    for case, shape in shapes.cases(options.case or shapes.MODELS, projections).items():
         for layout in [options.layout] if options.layout else report.LAYOUTS:
             losses += run(case, shape, layout)
     print(

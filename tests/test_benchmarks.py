@@ -279,7 +279,7 @@ def test_a_peer_that_is_wrong_is_not_timed(without_kernels, monkeypatch, capsys)
     assert "# wrong: differs from pearl_jax by 1.0e-01 in a group, not timed" in out
     assert "wrong: -\n" in out
     monkeypatch.setitem(peers.PEERS, "too", jax_peer(wrong))
-    with pytest.raises(RuntimeError, match="pearl_jax differs from all of wrong, too"):
+    with pytest.raises(RuntimeError, match="pearl_jax differs from all of too, wrong"):
         run(["wrong", "too"])
 
 
