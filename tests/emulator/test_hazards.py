@@ -274,6 +274,37 @@ def test_fault(name):
     assert kind in found(body, **more)
 
 
+def test_atomics_of_several_warps_do_not_race():
+    add = "red.shared.add.u32 [%r0], 1;"
+    body = SETUP + "@%p1 st.shared.b32 [%r0], %r2; bar.sync 0;" + add + "bar.sync 0;"
+    assert not found(body + "ld.shared.b32 %r9, [%r0];", block=128)
+    assert "race" in found(SETUP + "@%p1 st.shared.b32 [%r0], %r2;" + add, block=64)
+
+
+def test_lanes_wait_for_different_mbarriers():
+    body = (
+        SETUP
+        + """
+      setp.lt.u32 %p3, %r2, 2; mad.lo.u32 %r4, %r2, 8, %r1;
+      @%p3 mbarrier.init.shared.b64 [%r4], 1;
+      fence.mbarrier_init.release.cluster; bar.sync 0;
+      setp.eq.u32 %p4, %r2, 1; @%p4 mbarrier.arrive.shared.b64 _, [%r4];
+    FIRST: @%p4 mbarrier.try_wait.parity.shared.b64 %p5, [%r4], 0; and.pred %p6, %p4, %p5;
+      vote.sync.any.pred %p6, %p6, -1; @!%p6 bra FIRST;
+      @%p1 mbarrier.arrive.shared.b64 _, [%r4];
+    SECOND: @%p3 mbarrier.try_wait.parity.shared.b64 %p5, [%r4], 0; and.pred %p6, %p3, %p5;
+      vote.sync.ballot.b32 %r5, %p6, -1; setp.ne.u32 %p7, %r5, 3; @%p7 bra SECOND;
+    """
+    )
+    for mode in MODES:
+        assert not found(body, mode)
+
+
+def test_a_block_of_fewer_than_32_threads():
+    body = SETUP + INIT + "elect.sync %r9|%p4, -1; shfl.sync.idx.b32 %r9, %r2, 0, 31, -1;"
+    assert not found(body, block=1)
+
+
 def test_registers_within_the_pool():
     fits = FAULTS["registers that the pool can never hold"][1].replace("240", "216")
     assert not found(fits, block=64, entry_registers=128)

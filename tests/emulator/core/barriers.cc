@@ -15,10 +15,7 @@ Mbarrier& Machine::mbarrier(Cta& cta, u32 offset, const char* what) {
   return it->second;
 }
 
-void Machine::mbarrier_init(Warp& w, const Instr& in) {
-  u32 lanes = w.groups[0].lanes;
-  u32 address = uniform_shared(w, operand(in, 0), lanes, "mbarrier.init");
-  u32 count = u32(lane(w, operand(in, 1), first_lane(lanes)));
+void Machine::mbarrier_init(Warp& w, u32 address, u32 count) {
   if (address >> kRankShift != w.cta->rank) throw Fault("mbarrier", "init in another CTA");
   u32 offset = address & kOffsetMask;
   shared(w, address, 8, true);
@@ -196,7 +193,10 @@ bool Machine::execute_barrier(Warp& w, Group& g, const Instr& in, u32 lanes) {
       }
       return true;
     case Op::MBAR_INIT:
-      mbarrier_init(w, in);
+      for (u32 rest = lanes; rest; rest &= rest - 1) {
+        int l = first_lane(rest);
+        mbarrier_init(w, u32(address(w, operand(in, 0), l)), u32(lane(w, operand(in, 1), l)));
+      }
       return true;
     case Op::MBAR_INVAL: {
       u32 address = uniform_shared(w, operand(in, 0), lanes, "mbarrier.inval");
@@ -240,31 +240,42 @@ bool Machine::execute_barrier(Warp& w, Group& g, const Instr& in, u32 lanes) {
     case Op::MBAR_TRY:
     case Op::MBAR_TEST_PARITY:
     case Op::MBAR_TRY_PARITY: {
-      u32 address = uniform_shared(w, operand(in, 1), lanes, "mbarrier wait");
-      if (address >> kRankShift != cta.rank) {
-        throw Fault("mbarrier", w.name() + ": waits on another CTA's mbarrier");
-      }
-      u32 offset = address & kOffsetMask;
-      Mbarrier& b = mbarrier(cta, offset, w.name().c_str());
-      check_known(*this, w, cta, offset, b);
       bool parity = Op(in.op) == Op::MBAR_TEST_PARITY || Op(in.op) == Op::MBAR_TRY_PARITY;
-      u64 phase = lane(w, operand(in, 2), first);
-      if (parity && phase > 1) throw Fault("mbarrier", text("parity %llu", (long long)phase));
-      bool done = parity ? (b.phase & 1) != phase : b.phase > phase;
+      u32 finished = 0;
+      std::string waiting;
+      const Mbarrier* last = nullptr;
+      for (u32 rest = lanes; rest; rest &= rest - 1) {
+        int l = first_lane(rest);
+        u32 at = u32(address(w, operand(in, 1), l)), offset = at & kOffsetMask;
+        if (at >> kRankShift != cta.rank) {
+          throw Fault("mbarrier", w.name() + ": waits on another CTA's mbarrier");
+        }
+        Mbarrier& b = mbarrier(cta, offset, w.name().c_str());
+        u64 phase = lane(w, operand(in, 2), l);
+        if (parity && phase > 1) throw Fault("mbarrier", text("parity %llu", (long long)phase));
+        if (rest == lanes) check_known(*this, w, cta, offset, b);
+        if (parity ? (b.phase & 1) != phase : b.phase > phase) {
+          // What one lane learns the warp knows: lanes are not told apart.
+          if (last != &b) w.know.join(b.completed);
+          last = &b;
+          finished |= 1u << l;
+        } else if (waiting.empty()) {
+          waiting = text("mbarrier 0x%x parity %llu (phase %u, pending %lld of %u, %lld bytes)",
+                         offset, (unsigned long long)phase, b.phase, (long long)b.pending, b.count,
+                         (long long)b.tx);
+        }
+      }
       // A try may block and may give up; both happen, by the scheduler's choice. A test blocks
       // here too, until something changes, so that polling is no endless loop.
       bool spurious = options.mode != u32(Mode::kInOrder) && random() % 4 == 0;
-      if (!done && !w.give_up && !spurious) {
-        w.waiting = text("mbarrier 0x%x parity %llu (phase %u, pending %lld of %u, %lld bytes)",
-                         offset, (unsigned long long)phase, b.phase, (long long)b.pending, b.count,
-                         (long long)b.tx);
+      if (!finished && !w.give_up && !spurious) {
+        w.waiting = waiting;
         w.timed_wait = true;
         return false;
       }
       w.give_up = false;
-      if (done) w.know.join(b.completed);
-      u32* dest = (u32*)at(w, operand(in, 0));
-      *dest = done ? *dest | lanes : *dest & ~lanes;
+      u32* dest = (u32*)this->at(w, operand(in, 0));
+      *dest = (*dest & ~lanes) | finished;
       return true;
     }
     default:

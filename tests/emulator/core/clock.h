@@ -78,13 +78,14 @@ class Shadow {
       mine->time = std::max(mine->time, time);
       mine->words |= words;
     } else {
-      c.add({who, words, 0, time, 0}, know);
+      c.add({who, words, 0, time, 0, 0}, know);
     }
     return conflict;
   }
 
+  // `atomic` writes do not conflict with one another.
   Conflict write(size_t cell, u8 words, u16 bytes, Agent who, u32 time, const Knowledge& know,
-                 Proxy proxy) {
+                 Proxy proxy, bool atomic = false) {
     Cell& c = cells_[cell];
     Conflict conflict;
     if (pending_[cell]) conflict.kind = Conflict::kPending;
@@ -93,13 +94,15 @@ class Shadow {
       Access a = c.access[i];
       if (a.words & words) {
         // A write after a read needs order but no proxy fence.
-        conflict = ordered(a, who, know, a.write ? proxy : Proxy::kGeneric, conflict);
-        a.words &= ~words;
+        if (!(atomic && a.atomic)) {
+          conflict = ordered(a, who, know, a.write ? proxy : Proxy::kGeneric, conflict);
+        }
+        if (!atomic || (a.atomic && a.agent == who)) a.words &= ~words;
       }
       if (a.words) c.access[kept++] = a;
     }
     c.count = kept;
-    c.add({who, words, 1, time, proxy == Proxy::kAsync}, know);
+    c.add({who, words, 1, time, proxy == Proxy::kAsync, atomic}, know);
     written_[cell] |= bytes;
     return conflict;
   }
@@ -117,6 +120,7 @@ class Shadow {
     u8 write;
     u32 time;
     u8 by_async;
+    u8 atomic;
   };
   struct Cell {
     static constexpr int kMost = 10;

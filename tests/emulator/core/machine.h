@@ -110,7 +110,8 @@ struct Warp {
   Cta* cta = nullptr;
   int id = 0;
   Agent agent = 0;
-  u32 live = 0;
+  u32 lanes = 0;  // that there are: a block need not be a multiple of 32 threads
+  u32 live = 0;   // of those, that have not exited
   std::vector<Group> groups;
   std::vector<u8> registers;
   std::vector<std::vector<u8>> local;  // by lane
@@ -238,7 +239,7 @@ struct Machine {
   u8* global(u64 address, u64 bytes, bool write, Warp* w);
   u8* global_quiet(u64 address, u64 bytes, bool write);
   Cta& cta_at(Cta& from, u32 shared_address, const char* what);
-  u8* shared(Warp& w, u32 address, u32 bytes, bool write, bool check = true);
+  u8* shared(Warp& w, u32 address, u32 bytes, bool write, bool atomic = false);
   void check_shared(Cta& cta, u32 offset, u32 bytes, const char* what);
   void async_access(Cta& cta, u32 offset, u32 bytes, bool write, Agent who, u32 time,
                     const Knowledge& know, const char* what, bool check_written = true);
@@ -251,7 +252,7 @@ struct Machine {
 
   // Barriers (barriers.cc)
   Mbarrier& mbarrier(Cta& cta, u32 offset, const char* what);
-  void mbarrier_init(Warp& w, const Instr& in);
+  void mbarrier_init(Warp& w, u32 address, u32 count);
   void mbarrier_arrive(Cta& cta, u32 offset, u32 count, const Knowledge& from);
   void mbarrier_expect(Cta& cta, u32 offset, i64 bytes);
   void mbarrier_complete_tx(Cta& cta, u32 offset, i64 bytes);

@@ -97,17 +97,18 @@ void Machine::check_shared(Cta& cta, u32 offset, u32 bytes, const char* what) {
   }
 }
 
-u8* Machine::shared(Warp& w, u32 address, u32 bytes, bool write, bool check) {
+u8* Machine::shared(Warp& w, u32 address, u32 bytes, bool write, bool atomic) {
   Cta& cta = cta_at(*w.cta, address, w.name().c_str());
   u32 offset = address & kOffsetMask;
   check_shared(cta, offset, bytes, w.name().c_str());
-  for (u32 done = 0; check && done < bytes;) {
+  for (u32 done = 0; done < bytes;) {
     u32 first = (offset + done) % 16, count = std::min(16 - first, bytes - done);
     u8 words = word_mask(first, count);
     u16 mask = byte_mask(first, count);
     size_t cell = (offset + done) / 16;
     Conflict c =
-        write ? cta.shadow.write(cell, words, mask, w.agent, w.next_time(), w.know, Proxy::kGeneric)
+        write ? cta.shadow.write(cell, words, mask, w.agent, w.next_time(), w.know, Proxy::kGeneric,
+                                 atomic)
               : cta.shadow.read(cell, words, mask, w.agent, w.next_time(), w.know, Proxy::kGeneric);
     if (c.kind) {
       report(c, *cta.cluster, w.name() + (write ? ": write" : ": read"),
@@ -146,7 +147,8 @@ void Machine::async_access(Cta& cta, u32 offset, u32 bytes, bool write, Agent wh
 namespace {
 
 // The memory behind an address of one lane.
-u8* locate(Machine& m, Warp& w, u32 space, u64 address, u32 bytes, bool write, int lane) {
+u8* locate(Machine& m, Warp& w, u32 space, u64 address, u32 bytes, bool write, int lane,
+           bool atomic = false) {
   if (address % bytes) {
     throw Fault("misaligned", text("%s: %u bytes at address 0x%llx", w.name().c_str(), bytes,
                                    (unsigned long long)address));
@@ -160,7 +162,7 @@ u8* locate(Machine& m, Warp& w, u32 space, u64 address, u32 bytes, bool write, i
   switch (space) {
     case kSharedCta:
     case kSharedCluster:
-      return m.shared(w, u32(address), bytes, write);
+      return m.shared(w, u32(address), bytes, write, atomic);
     case kLocal: {
       u64 offset = address & ~kApertureMask;
       if (offset + bytes > m.local_bytes) throw Fault("out-of-bounds", w.name() + ": local memory");
@@ -243,7 +245,7 @@ void Machine::atomic(Warp& w, const Instr& in, u32 lanes) {
   u32 bytes = kTypeBits[in.type] / 8;
   for (u32 rest = lanes; rest; rest &= rest - 1) {
     int l = first_lane(rest);
-    u8* p = locate(*this, w, in.mod[0], address(w, operand(in, 1), l), bytes, true, l);
+    u8* p = locate(*this, w, in.mod[0], address(w, operand(in, 1), l), bytes, true, l, true);
     u64 old = 0;
     memcpy(&old, p, bytes);
     u64 x = lane(w, operand(in, 2), l), next = old;

@@ -141,7 +141,8 @@ void Machine::start_cluster() {
       auto w = std::make_unique<Warp>();
       w->cta = cta.get();
       w->id = i;
-      w->live = threads - i * 32 >= 32 ? ~0u : (1u << (threads - i * 32)) - 1;
+      w->lanes = threads - i * 32 >= 32 ? ~0u : (1u << (threads - i * 32)) - 1;
+      w->live = w->lanes;
       w->groups.push_back({0, w->live, {}});
       w->registers.assign(register_bytes + 512, 0xFF);
       std::string name = text("CTA %u warp %u", rank, i);
@@ -179,6 +180,7 @@ bool Machine::converged(Warp& w, const Instr& in, u32 lanes) {
   if (in.flags & kAligned) need = w.live;
   if (in.flags & kMembers) {
     need = u32(lane(w, operand(in, in.count - 1), first_lane(lanes)));
+    need &= w.lanes;
     if (need & ~w.live) {
       throw Fault("convergence", w.name() + ": names lanes that have exited");
     }

@@ -16,7 +16,7 @@ int leader(const Machine& m, u32 members) {
 }
 
 void elect(Machine& m, Warp& w, const Instr& in, u32 lanes) {
-  u32 members = u32(m.lane(w, m.operand(in, 2), first_lane(lanes)));
+  u32 members = u32(m.lane(w, m.operand(in, 2), first_lane(lanes))) & w.lanes;
   int chosen = leader(m, members);
   const Operand& who = m.operand(in, 0);
   for (u32 rest = lanes; who.bits && rest; rest &= rest - 1) {
