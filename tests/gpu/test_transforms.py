@@ -151,11 +151,11 @@ def test_second_order():
     v = integers(rng, G, K, N)
     lhs, rhs = p.operands("float32")
     half = lambda x: jnp.asarray(x).astype("bfloat16")
-    f = on_gpu(preferred_element_type="float32")
+    f = on_gpu()
 
     def loss(lhs, rhs):
         out = f(half(lhs), half(rhs), int32(*sizes), np.int32(0))
-        return jnp.sum(out * jnp.asarray(ct, jnp.float32))
+        return jnp.sum(out.astype(jnp.float32) * ct)
 
     # <u, d lhs> + <v, d rhs> = <u rhs + lhs v, ct>: its gradients are products once more.
     def first(lhs, rhs):
@@ -171,10 +171,11 @@ def test_second_order():
 def test_jvp_and_jacobians_agree():
     p = problem(16, 8, 8, 2)
     lhs, rhs = (x.astype("float32") for x in p.operands("bfloat16"))
-    f = on_gpu(preferred_element_type="float32")
+    f = on_gpu()
 
     def call(a, b):
-        return f(a.astype("bfloat16"), b.astype("bfloat16"), int32(9, 5), np.int32(0))
+        out = f(a.astype("bfloat16"), b.astype("bfloat16"), int32(9, 5), np.int32(0))
+        return out.astype("float32")
 
     for i in (0, 1):
         forward, reverse = jax.jacfwd(call, i)(lhs, rhs), jax.jacrev(call, i)(lhs, rhs)
@@ -188,10 +189,10 @@ def test_vmap_of_gradients(subset):
     arrays = [x if d == 0 else x[1] for x, d in zip((lhs, rhs, sizes), subset)]
     arrays[:2] = [jnp.asarray(x).astype("bfloat16") for x in arrays[:2]]
     ct = integers(np.random.default_rng(3), 180, N)
-    f = on_gpu(preferred_element_type="float32")
+    f = on_gpu()
 
     def loss(a, b, s):
-        return jnp.sum(f(a, b, s, np.int32(0)) * jnp.asarray(ct, jnp.float32))
+        return jnp.sum(f(a, b, s, np.int32(0)).astype(jnp.float32) * ct)
 
     d_lhs, d_rhs = jax.jit(jax.vmap(jax.grad(loss, (0, 1)), subset[:3]))(*arrays)
     for i in range(B):

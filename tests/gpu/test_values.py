@@ -113,7 +113,12 @@ def test_empty_dimensions(zero):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("transpose_rhs", [False, True], ids=["gkn", "gnk"])
 def test_accumulates_in_float32(rng, dtype, transpose_rhs):
-    """Of sums that no 16-bit format holds, every element is right to float32's precision."""
+    """Of sums that no 16-bit format holds, every element is right to float32's precision.
+
+    The tensor core cuts off instead of rounding, so the k / 16 = 128 additions of an element
+    of size sqrt(k) lose up to 128 * 2**-23 = 1.5e-5 of it each way; adding up in 16 bits
+    would lose 4e-3 and more.
+    """
     m, k, n, g = 500, 2048, 264, 4
     sizes = [200, 0, 37, 250]
     lhs = jnp.asarray(rng.standard_normal((m, k)), dtype)
@@ -123,7 +128,7 @@ def test_accumulates_in_float32(rng, dtype, transpose_rhs):
         run = on_gpu(transpose_rhs=transpose_rhs, preferred_element_type=out_dtype)
         out = np.float64(run(lhs, rhs, int32(*sizes), np.int32(0)))
         error = np.abs(out - want) - rounding * np.abs(want)
-        assert error.max() < 1e-5 * np.sqrt(k), (out_dtype, error.max())
+        assert error.max() < 4e-5 * np.sqrt(k), (out_dtype, error.max())
         assert not out[sum(sizes) :].any()
 
 
