@@ -1,0 +1,419 @@
+"""What a call becomes on CUDA, seen without a GPU: the kernel, its operands, and fallbacks."""
+
+import functools
+import itertools
+import os
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import pearl_jax
+from pearl_jax import TileConfig, cuda, library, tiling
+
+M, K, N, G = 96, 128, 192, 4
+TARGET = "pearl_jax.grouped_matmul"
+
+
+@pytest.fixture(autouse=True)
+def with_library(monkeypatch):
+    """As where the library is installed. Lowering needs nothing else of it than its names."""
+    monkeypatch.setattr(library, "unavailable", lambda: None)
+    monkeypatch.setattr(library, "ensure_registered", lambda: None)
+    forget()
+
+
+def forget():
+    """What was said once is said again, and nothing is lowered from a cache."""
+    cuda.log_once.cache_clear()
+    cuda.log_padding.cache_clear()
+    jax.clear_caches()
+
+
+def spec(*shape, dtype="bfloat16"):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def operands(dtype="bfloat16", transpose_rhs=False, m=M, k=K, n=N, g=G):
+    rhs = (g, n, k) if transpose_rhs else (g, k, n)
+    return spec(m, k, dtype=dtype), spec(*rhs, dtype=dtype), spec(g, dtype="int32")
+
+
+def matmul(**options):
+    return functools.partial(pearl_jax.grouped_matmul, **options)
+
+
+def lower(f, *args):
+    return (
+        jax.jit(lambda *args: f(*args)).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    )
+
+
+def calls(text):
+    """For each call of the target: the kernel's name, and the types of operands and result."""
+    found = []
+    for line in text.splitlines():
+        if f"custom_call @{TARGET}(" in line:
+            kernels = re.search(r'kernels = \{sm_100 = "([^"]*)", sm_90 = "([^"]*)"\}', line)
+            types, result = re.search(r": \((.*)\) -> tensor<(.*)>$", line.strip()).groups()
+            assert kernels[1] == ""  # none for Blackwell yet
+            found.append((kernels[2], re.findall(r"tensor<([^>]*)>", types), result))
+    return found
+
+
+def names():
+    """The kernels of the library, or if there is none here, those that the build compiles."""
+    compiled = {s.name for s in tiling.kernels("sm_90a")}
+    return library.kernel_names() or compiled
+
+
+@pytest.mark.parametrize("transpose_rhs", [False, True], ids=["gkn", "gnk"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("out_dtype", ["same", "float32"])
+@pytest.mark.parametrize(("k", "n"), [(128, 192), (72, 192), (128, 200), (72, 200)])
+def test_forward(dtype, out_dtype, transpose_rhs, k, n):
+    """One call, on the operands as they are but for a batch axis of size 1."""
+    out_dtype = dtype if out_dtype == "same" else out_dtype
+    f = matmul(transpose_rhs=transpose_rhs, preferred_element_type=out_dtype)
+    text = lower(f, *operands(dtype, transpose_rhs, k=k, n=n))
+    ((name, types, result),) = calls(text)
+    short, short_out = (
+        {"bfloat16": "bf16"}.get(d, d.replace("loat", "")) for d in (dtype, out_dtype)
+    )
+    rhs = (n, k) if transpose_rhs else (k, n)
+    assert types == [
+        f"1x{M}x{k}x{short}",
+        f"1x{G}x{rhs[0]}x{rhs[1]}x{short}",
+        f"1x{G}xi32",
+        "1xi32",
+        "1x4xi32",
+    ]
+    assert result == f"1x{M}x{n}x{short_out}"
+    wide = (k if transpose_rhs else n) % 64 == 0
+    tile = tiling.choose_kernel_tile("sm_90a", M, G, transpose_rhs)
+    want = tiling.KernelSpec("sm_90a", dtype, out_dtype, transpose_rhs, wide, tile)
+    assert name == want.name
+    assert name in names()
+    assert not re.search(r"stablehlo\.(transpose|pad|slice|dot_general|while|convert)\b", text)
+
+
+def test_tile_by_hand_and_by_rows():
+    for transpose_rhs in (False, True):
+        for tile in tiling.tiles("sm_90a", transpose_rhs):
+            f = matmul(transpose_rhs=transpose_rhs, tile=tile)
+            ((name, *_),) = calls(lower(f, *operands(transpose_rhs=transpose_rhs)))
+            assert name.endswith(f"_{tile}")
+            assert name in names()
+        chosen = set()
+        for m in (1, 100, 400, 4000):
+            f = matmul(transpose_rhs=transpose_rhs)
+            ((name, *_),) = calls(lower(f, *operands(transpose_rhs=transpose_rhs, m=m)))
+            tile = tiling.choose_kernel_tile("sm_90a", m, G, transpose_rhs)
+            assert name.endswith(f"_{tile}")
+            chosen.add(tile)
+        assert len(chosen) > 1
+
+
+def test_rows_per_group_count_all_groups_of_group_sizes():
+    """A shard of the weights gets the tile of the whole problem, not one for larger groups."""
+    f = lambda x, w, s: pearl_jax.grouped_matmul(x, w, s, group_offset=2)
+    m = 16 * 256
+    ((name, types, _),) = calls(lower(f, spec(m, K), spec(2, K, N), spec(256, dtype="int32")))
+    assert name.endswith(f"_{tiling.choose_kernel_tile('sm_90a', m, 256, False)}")
+    assert tiling.choose_kernel_tile("sm_90a", m, 2, False) != tiling.choose_kernel_tile(
+        "sm_90a", m, 256, False
+    )
+    assert types[1:4] == [f"1x2x{K}x{N}xbf16", "1x256xi32", "1xi32"]
+
+
+@pytest.mark.parametrize("transpose_rhs", [False, True], ids=["gkn", "gnk"])
+def test_gradient_of_lhs(transpose_rhs):
+    """The same weights in the other layout's kernel, nothing transposed."""
+    f = matmul(transpose_rhs=transpose_rhs)
+
+    def gradient(x, w, s, ct):
+        return jax.vjp(lambda x: f(x, w, s), x)[1](ct)[0]
+
+    args = operands(transpose_rhs=transpose_rhs)
+    text = lower(gradient, *args, spec(M, N))
+    ((name, types, result),) = calls(text)
+    assert ("_gkn_" if transpose_rhs else "_gnk_") in name
+    assert name in names()
+    assert types[:2] == [f"1x{M}x{N}xbf16", "x".join(map(str, (1, *args[1].shape, "bf16")))]
+    assert result == f"1x{M}x{K}xbf16"
+    assert "transpose" not in text
+
+
+def test_both_gradients():
+    """Forward and lhs by kernels; the weights' gradient in plain XLA, of any implementation."""
+
+    def both(x, w, s, ct):
+        f = lambda x, w: pearl_jax.grouped_matmul(x, w, s, implementation="cuda")
+        out, vjp = jax.vjp(f, x, w)
+        return out, *vjp(ct)
+
+    found = calls(lower(both, *operands(), spec(M, N)))
+    assert [("_gkn_" in name, "_gnk_" in name) for name, *_ in found] == [(1, 0), (0, 1)]
+
+
+# Batches: which batch of each operand a batch of the result takes.
+
+BATCH = 3
+SUBSETS = [s for s in itertools.product([None, 0], repeat=4) if any(d == 0 for d in s)]
+
+
+def batch_index(f, *args):
+    """The last operand of the call, as a value: the operation runs with a stand-in for it."""
+    seen = []
+
+    def ffi_call(name, result):
+        assert name == TARGET
+
+        def call(*operands, kernels):
+            seen.append(operands)
+            return jnp.zeros(result.shape, result.dtype)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax.ffi, "ffi_call", ffi_call)
+        run = lambda *args: cuda._call(
+            *args, transpose_rhs=False, precision=None, out_dtype=jnp.dtype("bfloat16"), tile=None
+        )
+        f(run)(*args)
+    (operands,) = seen
+    return np.asarray(operands[-1])
+
+
+@pytest.mark.parametrize("subset", SUBSETS, ids=lambda s: "".join("ny"[d == 0] for d in s))
+def test_vmap_of_every_subset(subset):
+    """Shared operands keep one batch; each of the others has all of its own."""
+    args = [*operands(), spec(dtype="int32")]
+    args = [spec(BATCH, *x.shape, dtype=x.dtype) if d == 0 else x for x, d in zip(args, subset)]
+    f = lambda x, w, s, i: pearl_jax.grouped_matmul(x, w, s, group_offset=i)
+    text = lower(jax.vmap(f, subset), *args)
+    ((_, types, result),) = calls(text)
+    assert [int(t.split("x")[0]) for t in types] == [
+        *(BATCH if d == 0 else 1 for d in subset),
+        BATCH,
+    ]
+    assert result == f"{BATCH}x{M}x{N}xbf16"
+    # No array as large as a copy of the weights for each batch, unless they come so.
+    if subset[1] is None:
+        assert f"{BATCH}x{G}x{K}x{N}" not in text
+
+
+def test_batch_index():
+    """The values, for operands that are mapped by either of two vmaps or by both."""
+    a, b = 2, 3
+    lhs, rhs = jnp.zeros((a, 1, M, K), "bfloat16"), jnp.zeros((1, b, G, K, N), "bfloat16")
+    sizes, offset = jnp.zeros((a, b, G), jnp.int32), jnp.zeros((), jnp.int32)
+    found = batch_index(lambda f: f, lhs, rhs, sizes, offset)
+    flat = [(i, j) for i in range(a) for j in range(b)]
+    np.testing.assert_array_equal(found, [[i, j, i * b + j, 0] for i, j in flat])
+    assert found.dtype == np.int32
+
+
+def test_padding_is_said_and_only_where_needed(caplog):
+    """k = 100 and n = 250 are padded to multiples of 8, the result is cut: said once."""
+    with caplog.at_level("WARNING", "pearl_jax"):
+        text = lower(matmul(), *operands(k=100, n=250))
+        lower(matmul(), *operands(k=100, n=250, m=5))
+    ((name, types, result),) = calls(text)
+    assert types[:2] == [f"1x{M}x104xbf16", f"1x{G}x104x256xbf16"]
+    assert result == f"1x{M}x256xbf16"
+    assert f"-> tensor<{M}x250xbf16>" in text
+    assert name in names()
+    assert [r.message for r in caplog.records] == [
+        "pearl_jax: grouped_matmul copies its operands on the GPU: k and n must be multiples of "
+        "8 to be read in place, got k = 100 and n = 250"
+    ]
+    caplog.clear()
+    lower(matmul(), *operands(k=104, n=8))
+    assert not caplog.records
+
+
+def test_empty_problems_call_nothing():
+    for zero in ("m", "k", "n", "g"):
+        assert not calls(lower(matmul(), *operands(**{zero: 0})))
+
+
+# Where there is no kernel: plain XLA, said once and with the reason, or an error.
+
+SOME_TILE = TileConfig(24, 128)
+OBSTACLES = {
+    "float32": (
+        operands("float32"),
+        {},
+        "its kernels take lhs and rhs both bfloat16 or both float16",
+    ),
+    "mixed": ((spec(M, K), *operands("float16")[1:]), {}, "got bfloat16 and float16"),
+    "precision": (
+        operands(),
+        {"precision": lax.DotAlgorithmPreset.F32_F32_F32},
+        "its kernels do not compute bfloat16 with precision F32_F32_F32",
+    ),
+    "tile": (operands(), {"tile": SOME_TILE}, f"got {SOME_TILE!r}"),
+}
+
+
+@pytest.mark.parametrize("case", OBSTACLES)
+def test_fallback_is_said_once_with_its_reason(case, caplog):
+    args, options, reason = OBSTACLES[case]
+    with caplog.at_level("WARNING", "pearl_jax"):
+        text = lower(matmul(**options), *args)
+        assert not calls(text)
+        assert "dot" in text
+        jax.clear_caches()
+        lower(matmul(**options), *args)
+    (record,) = caplog.records
+    assert record.message.startswith("pearl_jax: grouped_matmul runs in plain XLA on the GPU: ")
+    assert reason in record.message
+
+
+@pytest.mark.parametrize("case", OBSTACLES)
+def test_no_kernel_is_an_error_if_asked_for(case):
+    """One that begins with the operator's name, and gives the reason."""
+    args, options, reason = OBSTACLES[case]
+    with pytest.raises(ValueError, match=re.escape(reason)) as caught:
+        lower(matmul(implementation="cuda", **options), *args)
+    assert str(caught.value).startswith("grouped_matmul: implementation='cuda' cannot run, ")
+
+
+def test_missing_library(monkeypatch, caplog):
+    monkeypatch.setattr(library, "unavailable", lambda: "it is on the moon")
+    with caplog.at_level("WARNING", "pearl_jax"):
+        assert not calls(lower(matmul(), *operands()))
+        lower(matmul(), *operands(m=5))
+    assert [r.message for r in caplog.records] == [
+        "pearl_jax: grouped_matmul runs in plain XLA on the GPU: it is on the moon"
+    ]
+    with pytest.raises(ValueError, match="implementation='cuda' cannot run, it is on the moon"):
+        lower(matmul(implementation="cuda"), *operands())
+
+
+def test_symbolic_shapes_have_no_kernel(caplog):
+    """An exported module for any m runs in plain XLA, and says so."""
+    (m,) = jax.export.symbolic_shape("m")
+    args = (jax.ShapeDtypeStruct((m, K), "bfloat16"), *operands()[1:])
+    export = lambda f: jax.export.export(jax.jit(lambda *a: f(*a)), platforms=["cuda"])(*args)
+    with caplog.at_level("WARNING", "pearl_jax"):
+        assert TARGET not in export(matmul()).mlir_module()
+    assert "need constant shapes, got lhs (m, 128)" in caplog.records[0].message
+    with pytest.raises(ValueError, match="constant shapes"):
+        export(matmul(implementation="cuda"))
+
+
+def test_outer_has_no_kernel(caplog):
+    args = spec(M, K), spec(M, N), spec(G, dtype="int32")
+    with caplog.at_level("WARNING", "pearl_jax"):
+        text = lower(pearl_jax.grouped_outer, *args)
+        lower(pearl_jax.grouped_outer, *args[:2], spec(2, dtype="int32"))
+    assert not calls(text)
+    assert len(caplog.records) == 1
+    assert "grouped_outer runs in plain XLA on the GPU: it has no kernels" in caplog.text
+    with pytest.raises(ValueError, match="grouped_outer: implementation='cuda' cannot"):
+        lower(functools.partial(pearl_jax.grouped_outer, implementation="cuda"), *args)
+
+
+def test_xla_never_calls_the_kernel(caplog):
+    """Also not in derivatives and batches; and is not said to be slow, as it was asked for."""
+    f = matmul(implementation="xla")
+
+    def both(x, w, s, ct):
+        out, vjp = jax.vjp(lambda x, w: f(x, w, s), x, w)
+        return out, *vjp(ct)
+
+    with caplog.at_level("WARNING", "pearl_jax"):
+        text = lower(both, *operands(), spec(M, N))
+        batched = lower(jax.vmap(f, (0, None, None)), spec(2, M, K), *operands()[1:])
+    assert not calls(text)
+    assert not calls(batched)
+    assert not caplog.records
+
+
+def test_other_platforms():
+    """There is no kernel there: plain XLA without a word, or an error."""
+    jitted = jax.jit(lambda *args: matmul()(*args))
+    assert TARGET not in jitted.trace(*operands()).lower(lowering_platforms=("cpu",)).as_text()
+    asked = jax.jit(lambda *args: matmul(implementation="cuda")(*args)).trace(*operands())
+    with pytest.raises(ValueError, match="runs on NVIDIA GPUs only, and this is for another"):
+        asked.lower(lowering_platforms=("cpu",))
+
+
+@pytest.mark.parametrize(
+    "precision", [None, "default", "highest", lax.Precision.HIGH, "BF16_BF16_F32"]
+)
+def test_precisions_that_the_kernels_have(precision):
+    """Products of 16-bit numbers are exact in float32: no higher precision would differ."""
+    assert len(calls(lower(matmul(precision=precision), *operands()))) == 1
+
+
+# Public reports.
+
+
+def test_nothing_but_arrays_of_xla_cudnn_frontend_1174():
+    """cudnn-frontend PR#1174: scratch that Python held was freed while a kernel used it.
+
+    Ours has none: five operands and one result, all of them XLA's.
+    """
+    text = lower(matmul(), *operands())
+    ((_, types, _),) = calls(text)
+    assert len(types) == 5
+    line = next(line for line in text.splitlines() if f"@{TARGET}(" in line)
+    assert "has_side_effect = true" not in line
+    assert "output_operand_aliases" not in line
+
+
+def test_environment_does_not_matter_cutlass_3398(monkeypatch):
+    """cutlass#3398, [P]: a cache key held the whole environment, so all was compiled again."""
+    before = lower(matmul(), *operands())
+    for name in ("SOME_OTHER_VARIABLE", "CUTE_DSL_ARCH", "PATH"):
+        monkeypatch.setenv(name, os.environ.get(name, "") + ":1")
+    jax.clear_caches()
+    assert lower(matmul(), *operands()) == before
+
+
+def test_lowering_compiles_nothing_marin_8045(monkeypatch):
+    """marin PR#8045: kernels were compiled in every lowering. Here none is, in any."""
+    import builtins
+    import subprocess
+
+    real = builtins.__import__
+
+    def no_compiler(name, *args, **kwargs):
+        assert name.partition(".")[0] not in ("cutlass", "triton"), name
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", no_compiler)
+    monkeypatch.setattr(subprocess, "Popen", None)
+    for m in (1, 100, 4000):
+        assert calls(lower(matmul(), *operands(m=m)))
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="the gradient of lhs gets the tile of the other layout, and a float32 cotangent",
+)
+@pytest.mark.parametrize("transpose_rhs", [False, True], ids=["gkn", "gnk"])
+@pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
+def test_forward_works_so_does_the_gradient_tokamax_sm100(transpose_rhs, out_dtype):
+    """tokamax raised for some calls in the gradient only. Here for every tile and result."""
+    for tile in (None, *tiling.tiles("sm_90a", transpose_rhs)):
+        f = matmul(
+            transpose_rhs=transpose_rhs,
+            preferred_element_type=out_dtype,
+            tile=tile,
+            implementation="cuda",
+        )
+
+        def both(x, w, s, ct):
+            out, vjp = jax.vjp(lambda x, w: f(x, w, s), x, w)
+            return out, *vjp(ct)
+
+        args = operands(transpose_rhs=transpose_rhs)
+        assert calls(lower(f, *args))
+        assert calls(lower(both, *args, spec(M, N, dtype=out_dtype)))

@@ -1,0 +1,221 @@
+"""The Hopper kernels on a CPU: compiled here and run by the PTX emulator, in every schedule."""
+
+import functools
+
+import numpy as np
+import oracle
+import pytest
+from emulator import emulate
+from emulator.kernels import compile_cases, missing
+from emulator.problems import ENCODE, POISON, from_bf16
+
+from pearl_jax import tiling
+
+pytestmark = pytest.mark.skipif(
+    bool(missing()), reason=f"the kernels were not compiled and not tested: {missing()}"
+)
+
+ARCH = "sm_90a"
+NAMES = {"bfloat16": "BFloat16", "float16": "Float16", "float32": "Float32"}
+SMS = 4
+MODES = ("in order", "random", "adversarial")
+
+
+def covering():
+    """Every tile of each layout at bfloat16, and each other property with some tile."""
+    specs = [
+        tiling.KernelSpec(ARCH, "bfloat16", "bfloat16", transpose_rhs, True, tile)
+        for transpose_rhs in (False, True)
+        for tile in tiling.tiles(ARCH, transpose_rhs)
+    ]
+    specs += [
+        tiling.KernelSpec(ARCH, dtype, out_dtype, transpose_rhs, False, tile)
+        for dtype, out_dtype, transpose_rhs, tile in (
+            ("float16", "float16", False, tiling.tiles(ARCH, False)[1]),
+            ("bfloat16", "float32", True, tiling.tiles(ARCH, True)[0]),
+        )
+    ]
+    return {s.name.partition(f"{ARCH}_")[2]: s for s in specs}
+
+
+SPECS = covering()
+every_kernel = pytest.mark.parametrize("name", SPECS)
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    cases = {
+        name: {
+            "dtype": s.dtype,
+            "out_dtype": s.out_dtype,
+            "transpose_rhs": s.transpose_rhs,
+            "wide": s.wide,
+            "tile": [s.tile.m, s.tile.n, s.tile.k, s.tile.cluster],
+        }
+        for name, s in SPECS.items()
+    }
+    return compile_cases(ARCH, "pearl_jax", cases)
+
+
+def contiguous(spec, extent):
+    """The largest extent, up to the given one, that the kernel takes for its contiguous axis."""
+    return extent // 64 * 64 if spec.wide else extent // 8 * 8
+
+
+def shape(spec, k, n):
+    """(k, n) that the kernel takes, no larger than the given ones."""
+    if spec.transpose_rhs:
+        return contiguous(spec, k), n
+    return k, contiguous(spec, n)
+
+
+@functools.lru_cache(64)
+def integers(seed, *shape):
+    return np.random.default_rng(seed).integers(-2, 3, shape)
+
+
+def decoded(bits):
+    return from_bf16(bits) if bits.dtype == np.uint16 else bits.astype(np.float32)
+
+
+def run(kernel, spec, sizes, *, m, k, n, offset=(0,), held=None, index=None, mode="random", seed=0):
+    """Runs a problem in the emulator and compares the result with the oracle, bit by bit.
+
+    sizes: (batches, groups); offset: (batches,); index: which batch of lhs, rhs, sizes and
+    offset each batch of the result takes, by default one batch of each.
+    """
+    sizes, offset = np.atleast_2d(np.array(sizes, np.int64)), np.array(offset)
+    held = sizes.shape[1] if held is None else held
+    index = np.array([[0] * 4] if index is None else index, np.int32)
+    batches = index.max(0) + 1
+    lhs = integers(1, batches[0], m, k)
+    rhs = integers(2, batches[1], held, k, n)
+
+    want = np.zeros((len(index), m, n))
+    owned = np.zeros((batches[0], m), bool)
+    for i, (a, b, c, d) in enumerate(index):
+        want[i] = oracle.grouped_matmul(lhs[a], rhs[b], sizes[c], offset=int(offset[d]))
+        bounds = oracle.bounds(sizes[c], m)
+        first, last = (min(max(int(offset[d]) + j, 0), sizes.shape[1]) for j in (0, held))
+        owned[a, bounds[first] : bounds[last]] = True
+
+    encode, out_dtype = ENCODE[NAMES[spec.dtype]], NAMES[spec.out_dtype]
+    encoded = encode(lhs.astype(np.float32))
+    encoded[~owned] = POISON[NAMES[spec.dtype]]  # rows that nobody may use
+    stored = rhs.swapaxes(2, 3) if spec.transpose_rhs else rhs
+    values = [
+        encoded,
+        encode(np.ascontiguousarray(stored, np.float32)),
+        np.clip(sizes, -(2**31), 2**31 - 1).astype(np.int32),
+        offset.astype(np.int32),
+        index,
+        np.full(want.shape, POISON[out_dtype]),
+        m, n, k, held, sizes.shape[1], len(index), batches[0], batches[1],
+        SMS,
+    ]  # fmt: skip
+    outputs, report = emulate(kernel, values, mode=mode, seed=seed, sm_count=SMS)
+    got, want = decoded(outputs[5]), decoded(ENCODE[out_dtype](want))
+    wrong = np.argwhere(got != want)
+    assert not len(wrong), f"{len(wrong)} elements are wrong, the first at {wrong[0]}"
+    return report
+
+
+# Rows of six groups, for 90 rows.
+SIZES = {
+    "uniform": [15] * 6,
+    "empty first": [0, 20, 33, 1, 16, 17],
+    "empty middle": [31, 0, 0, 40, 0, 9],
+    "empty last": [7, 30, 48, 0, 0, 0],
+    "all empty": [0] * 6,
+    "size one": [1] * 6,
+    "one hot": [0, 0, 90, 0, 0, 0],
+    "sum above m": [40, 0, 45, 30, 2**31 - 1, 2**31 - 1],
+    "negative": [-5, 20, -(2**31), 50, -1, 3],
+}
+
+
+@every_kernel
+@pytest.mark.parametrize("mode", MODES)
+def test_group_sizes(compiled, name, mode):
+    spec = SPECS[name]
+    k, n = shape(spec, 136, 264)
+    for seed, sizes in enumerate(SIZES.values()):
+        run(compiled[name], spec, sizes, m=90, k=k, n=n, mode=mode, seed=seed)
+
+
+@every_kernel
+def test_rows_of_a_tile(compiled, name):
+    """Groups of one row less and more than each number of rows that a tile may hold."""
+    spec = SPECS[name]
+    k, n = shape(spec, 64, 72)
+    for i, extent in enumerate((16, 48, 64, 112, 160, 256)):
+        if extent <= spec.tile.m:
+            sizes = [extent - 1, extent, extent + 1]
+            run(compiled[name], spec, sizes, m=sum(sizes) + 3, k=k, n=n, mode=MODES[i % 3], seed=i)
+
+
+@every_kernel
+def test_k_tiles(compiled, name):
+    """From one to more than twice as many as the rings of stages hold, odd and even."""
+    spec = SPECS[name]
+    ratio = spec.tile.k // tiling.K_TILE
+    stages = max(tiling.stages(ARCH, spec.tile)[0] * ratio, tiling.stages(ARCH, spec.tile)[1])
+    for k_tiles in range(1, 2 * stages + 2):
+        k, n = shape(spec, 64 * k_tiles - 8 * (k_tiles % 3), 64)
+        k = k or 64
+        mode = MODES[k_tiles % 3]
+        run(compiled[name], spec, [5, 0, 18], m=25, k=k, n=n, mode=mode, seed=k_tiles)
+
+
+@every_kernel
+def test_columns(compiled, name):
+    """n from one vector to a few tiles: with the last tile empty, partly empty and full."""
+    spec = SPECS[name]
+    for i, n in enumerate((8, 64, 120, 128, 136, 256, 264, 384, 512, 520)):
+        k, n = shape(spec, 64, n)
+        if n:
+            sizes = [20, 0, 3]
+            run(compiled[name], spec, sizes, m=25, k=k, n=n, mode=MODES[i % 3], seed=i)
+
+
+# Which batch of lhs, rhs, sizes and offset each of three batches takes.
+BATCHES = {
+    "nothing shared": [[0, 0, 0, 0], [1, 1, 1, 1], [2, 2, 2, 2]],
+    "weights shared": [[0, 0, 0, 0], [1, 0, 1, 0], [2, 0, 2, 0]],
+    "rows shared": [[0, 0, 0, 0], [0, 1, 0, 1]],
+    "all shared": [[0, 0, 0, 0], [0, 0, 0, 0]],
+    "grid": [[0, 0, 0, 0], [0, 1, 1, 0], [1, 0, 2, 1], [1, 1, 0, 1]],
+}
+
+
+@every_kernel
+@pytest.mark.parametrize("case", BATCHES)
+def test_batches(compiled, name, case):
+    spec, index = SPECS[name], BATCHES[case]
+    k, n = shape(spec, 72, 136)
+    sizes = [[9, 0, 20], [0, 0, 0], [40, 1, 2]]
+    mode = MODES[len(case) % 3]
+    held = {"offset": (1, 0, -1), "held": 2}
+    run(compiled[name], spec, sizes, m=40, k=k, n=n, index=index, mode=mode, **held)
+
+
+@every_kernel
+@pytest.mark.parametrize("mode", MODES)
+def test_more_groups_than_lanes(compiled, name, mode):
+    """70 groups, of which rhs holds 40 from an offset on, or none, or some beyond the end."""
+    spec = SPECS[name]
+    rng = np.random.default_rng(len(name))
+    sizes = rng.integers(0, 4, 70) * (rng.random(70) < 0.7)
+    k, n = shape(spec, 64, 64)
+    m = int(sizes.sum()) + 2
+    for offset in (0, 17, 30, 50, -20, 70, -40, 2**31 - 1, -(2**31)):
+        run(compiled[name], spec, sizes, m=m, k=k, n=n, offset=(offset,), held=40, mode=mode)
+
+
+def test_wrong_answers_are_noticed(compiled, monkeypatch):
+    """So that the tests above can fail: the oracle is told other weights."""
+    name, spec = next(iter(SPECS.items()))
+    real = oracle.grouped_matmul
+    monkeypatch.setattr(oracle, "grouped_matmul", lambda x, w, *a, **k: real(x, w[::-1], *a, **k))
+    with pytest.raises(AssertionError, match="elements are wrong"):
+        run(compiled[name], spec, [5, 6], m=12, k=128, n=128)
