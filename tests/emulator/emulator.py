@@ -43,7 +43,7 @@ class Report:
         self.seconds += other.seconds
 
 
-class _Memory:
+class Memory:
     """One array in global memory, between guards that nobody may write."""
 
     def __init__(self, array: np.ndarray):
@@ -117,7 +117,7 @@ def emulate(
     Returns the arrays after the run, in the order of `values`, and a report.
     """
     kernel = kernel if isinstance(kernel, Kernel) else Kernel.of(kernel)
-    memories = [_Memory(v) for v in values if isinstance(v, np.ndarray)]
+    memories = [Memory(v) for v in values if isinstance(v, np.ndarray)]
     given = iter(memories)
     raw = [next(given).address if isinstance(v, np.ndarray) else int(v) for v in values]
     launches, cubin = kernel.exported.record(raw, sm_count, kernel.parameter_sizes)
@@ -145,7 +145,7 @@ def emulate(
 
 
 def run_launch(
-    program: Program, launch: Launch, memories: list[_Memory], options: native.Options
+    program: Program, launch: Launch, memories: list[Memory], options: native.Options
 ) -> Report:
     """Runs one launch of one program on the machine."""
     if any(g % c for g, c in zip(launch.grid, launch.cluster)):

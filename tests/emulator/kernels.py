@@ -7,7 +7,6 @@ own. What it compiles is kept under build/, by the content of what went into it.
 import fcntl
 import hashlib
 import importlib.metadata
-import importlib.util
 import json
 import os
 import subprocess
@@ -25,11 +24,10 @@ CHECKOUT = HERE.parents[1]
 
 def missing() -> str:
     """Why kernels cannot be compiled here, or ""."""
-    for package, module in {
-        "nvidia-cutlass-dsl": "nvidia_cutlass_dsl",
-        "nvidia-cutlass-operators": "cutlass",
-    }.items():
-        if importlib.util.find_spec(module) is None:
+    for package in ("nvidia-cutlass-dsl", "nvidia-cutlass-operators"):
+        try:
+            importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
             return f"{package} is not installed"
     return ""
 

@@ -3,7 +3,7 @@
 import re
 
 from .encode import ALIGNED, SINK
-from .lower import _op, drop_hints, space_of, statement_error, take
+from .instructions import drop_hints, instruction, space_of, take, unknown
 from .ptx import PtxError, split_operands
 
 REDUCE = ["add", "min", "max", "inc", "dec", "and", "or", "xor"]
@@ -15,18 +15,18 @@ ELEMENTS = {"f16": "F16", "bf16": "BF16", "tf32": "TF32", "e4m3": "E4M3", "e5m2"
 # Barriers of threads
 
 
-@_op("bar", "barrier", "bar.cta", "barrier.cta")
+@instruction("bar", "barrier", "bar.cta", "barrier.cta")
 def _bar(low, s, mods):
     what = take(mods, "sync", "arrive")
     aligned = bool(take(mods, "aligned")) or s.opcode.startswith("bar.")
     if not what:
-        raise statement_error(s)
+        raise unknown(s)
     operands = [low.src(s, t, 32) for t in s.operands]
     flags = ALIGNED if aligned else 0
     low.emit(s, "BAR_SYNC" if what == "sync" else "BAR_ARRIVE", "b32", operands, flags=flags)
 
 
-@_op("barrier.cluster")
+@instruction("barrier.cluster")
 def _cluster_barrier(low, s, mods):
     what = take(mods, "arrive", "wait")
     relaxed = bool(take(mods, "relaxed"))
@@ -36,14 +36,14 @@ def _cluster_barrier(low, s, mods):
     low.emit(s, op, "b32", [], (relaxed,), flags=flags)
 
 
-@_op("fence", "membar")
+@instruction("fence", "membar")
 def _fence(low, s, mods):
     if take(mods, "mbarrier_init"):
         op = "FENCE_MBARRIER_INIT"
     elif take(mods, "proxy"):
         kind = take(mods, "async", "async::generic", "tensormap::generic", "alias")
         if not kind:
-            raise statement_error(s)
+            raise unknown(s)
         op = "FENCE_PROXY_ASYNC" if kind == "async" else "FENCE"
         space_of(mods), take(mods, "sync_restrict::shared::cta")
     else:
@@ -52,20 +52,20 @@ def _fence(low, s, mods):
     low.emit(s, op, "b32", [])
 
 
-@_op("mbarrier.init")
+@instruction("mbarrier.init")
 def _mbarrier_init(low, s, mods):
     take(mods, "b64"), space_of(mods)
     operands = [low.encoder.address(s, s.operands[0]), low.src(s, s.operands[1], 32)]
     low.emit(s, "MBAR_INIT", "b64", operands)
 
 
-@_op("mbarrier.inval")
+@instruction("mbarrier.inval")
 def _mbarrier_inval(low, s, mods):
     take(mods, "b64"), space_of(mods)
     low.emit(s, "MBAR_INVAL", "b64", [low.encoder.address(s, s.operands[0])])
 
 
-@_op("mbarrier.arrive")
+@instruction("mbarrier.arrive")
 def _mbarrier_arrive(low, s, mods):
     take(mods, "b64"), space_of(mods), drop_hints(mods)
     transaction = bool(take(mods, "expect_tx"))
@@ -80,7 +80,7 @@ def _mbarrier_arrive(low, s, mods):
     low.emit(s, "MBAR_ARRIVE_TX" if transaction else "MBAR_ARRIVE", "b64", operands)
 
 
-@_op("mbarrier.expect_tx", "mbarrier.complete_tx")
+@instruction("mbarrier.expect_tx", "mbarrier.complete_tx")
 def _mbarrier_tx(low, s, mods):
     take(mods, "b64"), space_of(mods), drop_hints(mods)
     op = "MBAR_EXPECT_TX" if "expect" in s.opcode else "MBAR_COMPLETE_TX"
@@ -88,7 +88,7 @@ def _mbarrier_tx(low, s, mods):
     low.emit(s, op, "b64", operands)
 
 
-@_op("mbarrier.try_wait", "mbarrier.test_wait")
+@instruction("mbarrier.try_wait", "mbarrier.test_wait")
 def _mbarrier_wait(low, s, mods):
     take(mods, "b64"), space_of(mods), drop_hints(mods)
     parity = bool(take(mods, "parity"))
@@ -107,12 +107,12 @@ def _cache_hint(mods: list[str], tokens: list[str]) -> None:
         tokens.pop()
 
 
-@_op("cp.async.bulk.tensor", "cp.reduce.async")
+@instruction("cp.async.bulk.tensor", "cp.reduce.async")
 def _tensor_copy(low, s, mods):
     if s.opcode.startswith("cp.reduce"):
         take(mods, "bulk")
         if not take(mods, "tensor"):
-            raise statement_error(s)
+            raise unknown(s)
     tokens = list(s.operands)
     dims = int(take(mods, "1d", "2d", "3d", "4d", "5d")[0])
     _cache_hint(mods, tokens)
@@ -149,7 +149,7 @@ def _tensor(low, s, token: str, dims: int) -> list:
     return [base, *(low.src(s, c, 32) for c in coordinates)]
 
 
-@_op("cp.async.bulk")
+@instruction("cp.async.bulk")
 def _bulk_copy(low, s, mods):
     tokens = list(s.operands)
     if take(mods, "commit_group"):
@@ -164,7 +164,7 @@ def _bulk_copy(low, s, mods):
     encoder = low.encoder
     if take(mods, "bulk_group"):
         if [take(mods, "global"), take(mods, "shared::cta")] != ["global", "shared::cta"]:
-            raise statement_error(s)
+            raise unknown(s)
         destination, source, size = tokens
         operands = [encoder.address(s, source), encoder.address(s, destination)]
         low.emit(s, "BULK_STORE", "b32", [*operands, low.src(s, size, 32)])
@@ -183,7 +183,7 @@ def _bulk_copy(low, s, mods):
 # Launch
 
 
-@_op("setmaxnreg")
+@instruction("setmaxnreg")
 def _max_registers(low, s, mods):
     what = take(mods, "inc", "dec")
     take(mods, "sync"), take(mods, "aligned"), take(mods, "u32")
@@ -191,13 +191,13 @@ def _max_registers(low, s, mods):
     low.emit(s, f"SETMAXNREG_{what.upper()}", "b32", [], (count,), flags=ALIGNED)
 
 
-@_op("griddepcontrol")
+@instruction("griddepcontrol")
 def _grid_dependency(low, s, mods):
     what = take(mods, "wait", "launch_dependents")
     low.emit(s, "GRID_WAIT" if what == "wait" else "GRID_LAUNCH", "b32", [])
 
 
-@_op("clusterlaunchcontrol.try_cancel")
+@instruction("clusterlaunchcontrol.try_cancel")
 def _try_cancel(low, s, mods):
     take(mods, "async"), take(mods, "mbarrier::complete_tx::bytes"), take(mods, "b128")
     space_of(mods)
@@ -206,7 +206,7 @@ def _try_cancel(low, s, mods):
     low.emit(s, "CLC_TRY_CANCEL", "b128", operands, (multicast,))
 
 
-@_op("clusterlaunchcontrol.query_cancel")
+@instruction("clusterlaunchcontrol.query_cancel")
 def _query_cancel(low, s, mods):
     take(mods, "b128")
     dest, handle = s.operands
@@ -222,7 +222,7 @@ def _query_cancel(low, s, mods):
         which = take(mods, *(f"get_first_ctaid::{axis}" for axis in "xyz"))
         take(mods, "b32")
         if not which:
-            raise statement_error(s)
+            raise unknown(s)
         dests = [SINK] * 4
         dests["xyz".index(which[-1])] = low.encoder.dest(s, dest, 32)
     low.emit(s, "CLC_FIRST_CTAID", "b128", [low.src(s, handle, 128), *dests])
@@ -231,30 +231,30 @@ def _query_cancel(low, s, mods):
 # Hopper's tensor core
 
 
-@_op("wgmma.fence")
+@instruction("wgmma.fence")
 def _wgmma_fence(low, s, mods):
     take(mods, "sync"), take(mods, "aligned")
     low.emit(s, "WGMMA_FENCE", "b32", [], flags=ALIGNED)
 
 
-@_op("wgmma.commit_group")
+@instruction("wgmma.commit_group")
 def _wgmma_commit(low, s, mods):
     take(mods, "sync"), take(mods, "aligned")
     low.emit(s, "WGMMA_COMMIT", "b32", [], flags=ALIGNED)
 
 
-@_op("wgmma.wait_group")
+@instruction("wgmma.wait_group")
 def _wgmma_wait(low, s, mods):
     take(mods, "sync"), take(mods, "aligned")
     low.emit(s, "WGMMA_WAIT", "b32", [], (int(s.operands[0]),), flags=ALIGNED)
 
 
-@_op("wgmma.mma_async.sync")
+@instruction("wgmma.mma_async.sync")
 def _wgmma(low, s, mods):
     take(mods, "aligned")
     shape = re.fullmatch(r"m64n(\d+)k(\d+)", mods.pop(0)) if mods else None
     if not shape or len(mods) != 3 or mods[0] != "f32" or not {*mods[1:]} <= {*ELEMENTS}:
-        raise statement_error(s)
+        raise unknown(s)
     _, a_type, b_type = mods
     mods.clear()
     n = int(shape[1])
@@ -284,7 +284,7 @@ def _pair(mods: list[str]) -> bool:
     return take(mods, "cta_group::1", "cta_group::2") == "cta_group::2"
 
 
-@_op("tcgen05.alloc")
+@instruction("tcgen05.alloc")
 def _tmem_alloc(low, s, mods):
     pair = _pair(mods)
     take(mods, "sync"), take(mods, "aligned"), take(mods, "b32"), space_of(mods)
@@ -292,7 +292,7 @@ def _tmem_alloc(low, s, mods):
     low.emit(s, "TMEM_ALLOC", "b32", operands, (pair,), flags=ALIGNED)
 
 
-@_op("tcgen05.dealloc")
+@instruction("tcgen05.dealloc")
 def _tmem_dealloc(low, s, mods):
     pair = _pair(mods)
     take(mods, "sync"), take(mods, "aligned"), take(mods, "b32")
@@ -300,14 +300,14 @@ def _tmem_dealloc(low, s, mods):
     low.emit(s, "TMEM_DEALLOC", "b32", operands, (pair,), flags=ALIGNED)
 
 
-@_op("tcgen05.relinquish_alloc_permit")
+@instruction("tcgen05.relinquish_alloc_permit")
 def _tmem_relinquish(low, s, mods):
     pair = _pair(mods)
     take(mods, "sync"), take(mods, "aligned")
     low.emit(s, "TMEM_RELINQUISH", "b32", [], (pair,), flags=ALIGNED)
 
 
-@_op("tcgen05.ld", "tcgen05.st")
+@instruction("tcgen05.ld", "tcgen05.st")
 def _tmem_load_store(low, s, mods):
     take(mods, "sync"), take(mods, "aligned"), take(mods, "b32")
     shape = take(mods, *TMEM_SHAPES)
@@ -327,19 +327,19 @@ def _tmem_load_store(low, s, mods):
     low.emit(s, "TMEM_LD" if load else "TMEM_ST", "b32", operands, mod, flags=ALIGNED)
 
 
-@_op("tcgen05.wait::ld", "tcgen05.wait::st")
+@instruction("tcgen05.wait::ld", "tcgen05.wait::st")
 def _tmem_wait(low, s, mods):
     take(mods, "sync"), take(mods, "aligned")
     op = "TMEM_WAIT_LD" if "wait::ld" in s.opcode else "TMEM_WAIT_ST"
     low.emit(s, op, "b32", [], flags=ALIGNED)
 
 
-@_op("tcgen05.fence::before_thread_sync", "tcgen05.fence::after_thread_sync")
+@instruction("tcgen05.fence::before_thread_sync", "tcgen05.fence::after_thread_sync")
 def _tmem_fence(low, s, mods):
     low.emit(s, "TMEM_FENCE", "b32", [], ("after" in s.opcode,))
 
 
-@_op("tcgen05.commit")
+@instruction("tcgen05.commit")
 def _tmem_commit(low, s, mods):
     pair = _pair(mods)
     take(mods, "mbarrier::arrive::one"), take(mods, "b64"), space_of(mods)
@@ -351,14 +351,14 @@ def _tmem_commit(low, s, mods):
     low.emit(s, "TMEM_COMMIT", "b64", operands, (pair, multicast))
 
 
-@_op("tcgen05.mma")
+@instruction("tcgen05.mma")
 def _tmem_mma(low, s, mods):
     pair = _pair(mods)
     kind = take(mods, *(f"kind::{k}" for k in KINDS))
     for collector in ("discard", "lastuse", "fill", "use"):
         take(mods, f"collector::a::{collector}")
     if not kind:
-        raise statement_error(s)
+        raise unknown(s)
     d, a, b, idesc, *rest = s.operands
     encoder = low.encoder
     lanes = low.vector(s, rest.pop(0), 32, dest=False) if rest[0].startswith("{") else []

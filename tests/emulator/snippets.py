@@ -3,7 +3,7 @@
 import numpy as np
 
 from . import native
-from .emulator import MODES, HazardError, Report, _Memory, run_launch
+from .emulator import MODES, HazardError, Memory, Report, run_launch
 from .launch import Launch
 from .lower import lower
 from .ptx import parse
@@ -40,7 +40,7 @@ def run_ptx(
 
     A tensor map is given as a function from the addresses of the arrays to its bytes.
     """
-    memories = [_Memory(a) for a in arrays if isinstance(a, np.ndarray)]
+    memories = [Memory(a) for a in arrays if isinstance(a, np.ndarray)]
     addresses = [m.address for m in memories]
     given = iter(addresses)
     params, values = [], []

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from emulator import HazardError
-from emulator.emulator import _Memory
+from emulator.emulator import Memory
 from emulator.snippets import run_ptx, tensor_map
 
 MODES = ["in order", "random", "adversarial"]
@@ -329,7 +329,7 @@ def test_a_deadlock_says_who_waits_for_what():
 
 
 def test_guards_show_writes_outside_an_array():
-    memory = _Memory(TILE)
+    memory = Memory(TILE)
     assert memory.guards_whole()
     memory.raw[memory.start - 1] ^= 1
     assert not memory.guards_whole()

@@ -125,9 +125,6 @@ bool gather(Machine& m, NamedBarrier& b, Warp& w, Ticket& g, u32 expected, bool 
       b.gathering = Knowledge{};
       b.arrived = 0;
       b.generation++;
-      b.warps.clear();
-    } else {
-      b.warps.insert(w.id);
     }
     if (!wait) return true;
     g.arrived = true;

@@ -216,9 +216,9 @@ static void tensor_load(Machine& m, Warp& w, const Instr& in, u32 lanes) {
 static void copy_out(Machine& m, Warp& w, const std::string& what, Cta& from,
                      std::function<std::vector<u8>()> read,
                      std::function<void(const std::vector<u8>&)> write) {
-  if (w.bulk.empty() || w.bulk_open_ops == 0) w.bulk.push_back(new BulkGroup);
+  if (w.bulk.empty() || w.bulk_open_ops == 0) w.bulk.push_back(std::make_shared<BulkGroup>());
   w.bulk_open_ops++;
-  BulkGroup* group = w.bulk.back();
+  std::shared_ptr<BulkGroup> group = w.bulk.back();
   group->reading++;
   group->writing++;
   Cluster* cluster = w.cta->cluster;
@@ -409,7 +409,6 @@ bool Machine::bulk_wait(Warp& w, const Instr& in) {
   w.know.seen.raise(w.bulk_reads, done);
   while (w.bulk.size() > (w.bulk_open_ops ? 1u : 0u) && !w.bulk.front()->reading &&
          !w.bulk.front()->writing && committed-- > keep) {
-    delete w.bulk.front();
     w.bulk.pop_front();
   }
   return true;
@@ -431,7 +430,7 @@ void Machine::execute_copy(Warp& w, const Instr& in, u32 lanes) {
     case Op::CLC_TRY_CANCEL:
       return try_cancel(*this, w, in, lanes);
     case Op::BULK_COMMIT:
-      if (!w.bulk_open_ops) w.bulk.push_back(new BulkGroup);
+      if (!w.bulk_open_ops) w.bulk.push_back(std::make_shared<BulkGroup>());
       w.bulk_open_ops = 0;
       w.bulk_committed++;
       return;

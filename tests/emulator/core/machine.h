@@ -86,7 +86,6 @@ struct Mbarrier {
 struct NamedBarrier {
   u32 arrived = 0, expected = 0, generation = 0;
   Knowledge gathering, released;
-  std::set<int> warps;
 };
 
 // The generation of a barrier at which a warp has arrived and not yet left.
@@ -125,7 +124,7 @@ struct Warp {
   u64 instructions = 0;
 
   // Bulk copies: groups committed and not waited for; the last one is open.
-  std::deque<BulkGroup*> bulk;
+  std::deque<std::shared_ptr<BulkGroup>> bulk;
   Agent bulk_reads = 0;
   u32 bulk_committed = 0, bulk_open_ops = 0;
 

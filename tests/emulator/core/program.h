@@ -60,7 +60,6 @@ struct Instr {
 enum : u8 {
   kAligned = 1,  // every live lane of the warp must arrive together
   kMembers = 2,  // the last operand is the mask of lanes that must arrive together
-  kMakesProgress = 4
 };
 
 // A register row filled when a warp starts: %tid.x, the address of a shared variable, ...

@@ -260,7 +260,7 @@ bool Machine::execute(Warp& w, Group& g, const Instr& in, u32 lanes) {
   if (op >= Op::BAR_SYNC && op <= Op::MBAR_TRY_PARITY) return execute_barrier(w, g, in, lanes);
   if (op >= Op::ELECT && op <= Op::MOVMATRIX) return execute_warp_wide(w, in, lanes);
   if (op >= Op::WGMMA && op <= Op::WGMMA_WAIT) return execute_wgmma(w, in);
-  if (op >= Op::TMEM_ALLOC && op <= Op::TMEM_CP) return execute_tmem(w, in, lanes);
+  if (op >= Op::TMEM_ALLOC && op <= Op::TMEM_FENCE) return execute_tmem(w, in, lanes);
   if (op < Op::BRA || (op >= Op::MAPA && op <= Op::ISSPACEP)) return execute_alu(w, in, lanes);
   execute_copy(w, in, lanes);
   return true;
