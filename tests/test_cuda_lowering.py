@@ -369,7 +369,7 @@ def test_nothing_but_arrays_of_xla_cudnn_frontend_1174():
 
 
 def test_environment_does_not_matter_cutlass_3398(monkeypatch):
-    """cutlass#3398, [P]: a cache key held the whole environment, so all was compiled again."""
+    """cutlass#3398 and its like: a cache key held the whole environment, so all compiled again."""
     before = lower(matmul(), *operands())
     for name in ("SOME_OTHER_VARIABLE", "CUTE_DSL_ARCH", "PATH"):
         monkeypatch.setenv(name, os.environ.get(name, "") + ":1")

@@ -1,7 +1,7 @@
 """Failures that users of other grouped matmuls have reported in public, as tests of ours.
 
-Each test names the reports it is about. Reports about GPUs, kernels and packages have
-their tests elsewhere, and those about arguments are in test_errors; here is what a CPU can show.
+Each test names the reports it is about. Here is what a CPU can show; those about arguments are
+in test_errors, about the call of the kernels in test_cuda_lowering, about GPUs in gpu/.
 """
 
 import ast
@@ -17,6 +17,7 @@ import subprocess
 import sys
 import textwrap
 import tomllib
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +31,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 import pearl_jax
-from pearl_jax import TileConfig, grouped_matmul, grouped_outer, ragged_dot
+from pearl_jax import TileConfig, cuda, grouped_matmul, grouped_outer, library, ragged_dot
 
 ROOT = pathlib.Path(pearl_jax.__file__).parents[1]
 FORMS = ("matmul", "transposed", "outer")
@@ -596,3 +597,32 @@ def test_both_widths_of_x64_primus_437(x64):
         narrow = grouped_matmul(np.float32(x), np.float32(w), sizes)
         assert narrow.dtype == jnp.float32
         assert oracle.worst_group_error(narrow, exact[0], sizes) < 2e-6
+
+
+@pytest.mark.parametrize("capability", ["12.0", "8.9"])
+def test_no_kernel_for_a_gpu_cutlass_3096(capability, monkeypatch, caplog):
+    """cutlass#3096: garbage on sm_120, which the kernel was not for.
+
+    Here such a GPU runs plain XLA, and the log says why; asked for, the kernel is an error.
+    """
+    gpu = SimpleNamespace(id=0, device_kind="Some GPU", compute_capability=capability)
+    devices = jax.devices
+    monkeypatch.setattr(library, "_path", lambda: pathlib.Path(__file__))
+    monkeypatch.setattr(library, "kernel_names", lambda: {"x_sm_90a_y"})
+    monkeypatch.setattr(jax, "devices", lambda *p: [gpu] if p == ("cuda",) else devices(*p))
+    for said in (library.unavailable, cuda.log_once):
+        said.cache_clear()
+    x, w = jnp.ones((8, 64), "bfloat16"), jnp.ones((2, 64, 64), "bfloat16")
+    reason = (
+        f"GPU 0 (Some GPU) has compute capability {capability}, but the kernels are for "
+        "9.0 (Hopper)"
+    )
+    try:
+        with caplog.at_level("WARNING", "pearl_jax"):
+            run = jax.jit(lambda *args: grouped_matmul(*args)).trace(x, w, sizes_of(3, 5))
+            assert "custom_call" not in run.lower(lowering_platforms=("cuda",)).as_text()
+        assert [r.message.endswith(f"on the GPU: {reason}") for r in caplog.records] == [True]
+        with pytest.raises(ValueError, match=re.escape(reason)):
+            grouped_matmul(x, w, sizes_of(3, 5), implementation="cuda")
+    finally:
+        library.unavailable.cache_clear()
