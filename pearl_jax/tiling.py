@@ -96,7 +96,7 @@ def is_valid(arch, tile) -> tuple[bool, str]:
     """Whether a kernel for arch can have the tile, and if not, why."""
     for ok, reason in (
         (arch in _SMEM_BYTES, f"there are no kernels for {arch}"),
-        (tile.m in (16, 32, 64, 128, 256), "m must be 16, 32, 64, 128 or 256"),
+        (tile.m in (16, 32, 64, 128, 192, 256), "m must be 16, 32, 64, 128, 192 or 256"),
         (tile.n in (128, 256), "n must be 128 or 256"),
         (tile.k in (64, 128), "k must be 64 or 128"),
         (tile.m * tile.n <= 2**15, "m * n accumulators must fit into registers, 32768 at most"),
@@ -111,17 +111,17 @@ def is_valid(arch, tile) -> tuple[bool, str]:
 
 # The tiles of each architecture, by transpose_rhs: up to how many rows a group has on
 # average, a tile is the choice. Measured on an H200 with 32 groups, k = 6144, n = 4096 and
-# uneven sizes (benchmarks/notes/hopper.md):
-#   64 rows    weights stream at 4.5 TB/s; larger groups would read theirs twice
-#   128 rows   covers groups of twice the mean; weights still bound the time. For k
-#              contiguous, requests 256 bytes wide are worth 2 %; else smaller stages and
-#              rows shared by two multiprocessors are
-#   256 rows   arithmetic bounds the time, and 128 x 256 per stage needs the least traffic
-_DECODE, _PREFILL = TileConfig(64, 256), TileConfig(256, 128)
+# even and uneven sizes (benchmarks/notes/hopper.md):
+#   few rows   weights stream at 4.5 TB/s; groups of over 64 rows would read theirs twice
+#   some rows  weights still bound the time, and the tile covers groups of twice the mean.
+#              For k contiguous, requests 256 bytes wide over 256 columns matter most;
+#              else many small stages, and rows shared by two multiprocessors
+#   more rows  arithmetic bounds the time, and 256 x 128 needs the least traffic for it
+_FEW, _MORE = TileConfig(64, 256), TileConfig(256, 128)
 _TILES = {
     "sm_90a": {
-        True: ((24, _DECODE), (96, TileConfig(128, 256)), (math.inf, _PREFILL)),
-        False: ((24, _DECODE), (96, TileConfig(128, 256, 64, 2)), (math.inf, _PREFILL)),
+        True: ((24, _FEW), (96, TileConfig(128, 256)), (math.inf, _MORE)),
+        False: ((24, _FEW), (144, TileConfig(192, 128, 64, 2)), (math.inf, _MORE)),
     }
 }
 

@@ -28,7 +28,7 @@ assert _WARPGROUP * (_PRODUCER_REGISTERS + _CONSUMERS * _CONSUMER_REGISTERS) <= 
 
 # Token extents of the tensor core instruction; a work tile takes the least that covers
 # its rows. Multiples of the 16 tokens that one round of stores covers.
-_EXTENTS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+_EXTENTS = (*range(16, 145, 16), 160, 192, 224, 256)
 
 
 class HopperGroupedMatmul:
@@ -64,9 +64,12 @@ class HopperGroupedMatmul:
         self.spec, self.tile = spec, spec.tile
         self.dtype, self.out_dtype = _DTYPES[spec.dtype], _DTYPES[spec.out_dtype]
         self.extents = [e for e in _EXTENTS if e <= spec.tile.m]
+        self.box_rows = max(16, spec.tile.m // 4)  # tokens of one request of the copy engine
+        # An instruction reads no token that was not copied.
+        for least, extent in zip([0, *self.extents], self.extents):
+            assert -(-(least + 1) // self.box_rows) * self.box_rows >= extent
 
         size = self.dtype.width // 8
-        self.box_rows = max(16, spec.tile.m // 4)  # tokens of one request of the copy engine
         self.weights_bytes = spec.tile.n * spec.tile.k * size
         self.box_bytes = self.box_rows * K_TILE * size
         self.weights_stages, self.tokens_stages = tiling.stages(spec.arch, spec.tile)
