@@ -31,7 +31,7 @@ _EXACT_PRESETS = {
 
 def grouped_matmul(lhs, rhs, group_sizes, group_offset, *, implementation, **params):
     """As reference.grouped_matmul, on a CUDA device."""
-    reason = _obstacle(lhs, rhs, **params)
+    reason = _obstacle(lhs, rhs, group_sizes, group_offset, **params)
     if reason is None:
         return _call(lhs, rhs, group_sizes, group_offset, **params)
     if implementation == "cuda":
@@ -66,13 +66,16 @@ def unsupported(lhs_dtype, rhs_dtype, out_dtype, precision):
     return None
 
 
-def _obstacle(lhs, rhs, *, transpose_rhs, precision, out_dtype, tile):
+def _obstacle(lhs, rhs, group_sizes, group_offset, *, transpose_rhs, precision, out_dtype, tile):
     tiles = tiling.tiles(_ARCH, transpose_rhs)
     if tile is not None and tile not in tiles:
         layout = "(g, n, k)" if transpose_rhs else "(g, k, n)"
         return f"its kernels for rhs {layout} have the tiles {tiles}, got {tile!r}"
     if not all(isinstance(d, int) for d in lhs.shape + rhs.shape):
         return f"its kernels need constant shapes, got lhs {lhs.shape} and rhs {rhs.shape}"
+    batch = reference.batch_shape((lhs, 2), (rhs, 3), (group_sizes, 1), (group_offset, 0))
+    if (rows := _product(batch) * lhs.shape[-2]) >= 2**31:
+        return f"its kernels count fewer than 2**31 rows over all batches, got {rows}"
     return unsupported(lhs.dtype, rhs.dtype, out_dtype, precision) or library.unavailable()
 
 

@@ -132,6 +132,7 @@ def _outer_transpose(ct, lhs, rhs, *groups, num_groups, reduce_axes, out_dtype, 
 def _matmul(lhs, rhs, *groups, like, **params):
     """The matmul as the gradient of `like`: its dtype, and its batch axes."""
     aval = like.aval
+    params = _for_gradient(params)
     out = bind(grouped_matmul_p, lhs, rhs, *groups, out_dtype=aval.dtype, **params)
     shared = tuple(i for i, d in enumerate(aval.shape) if d == 1 and out.shape[i] != 1)
     if shared:
@@ -143,8 +144,6 @@ def _outer(lhs, rhs, *groups, like, **params):
     aval = like.aval
     batch = reference.batch_shape((lhs, 2), (rhs, 2), (groups[0], 1), (groups[1], 0))
     reduce_axes = tuple(i for i, d in enumerate(batch) if aval.shape[i] == 1 and d != 1)
-    if params["implementation"] == "cuda":  # which it has not
-        params["implementation"] = None
     return bind(
         grouped_outer_p,
         lhs,
@@ -152,8 +151,17 @@ def _outer(lhs, rhs, *groups, like, **params):
         *groups,
         out_dtype=aval.dtype,
         reduce_axes=reduce_axes,
-        **params,
+        **_for_gradient(params),
     )
+
+
+def _for_gradient(params):
+    """Without what was asked for by hand: it need not exist for the gradient's operands."""
+    implementation = params["implementation"]
+    return params | {
+        "tile": None,
+        "implementation": None if implementation == "cuda" else implementation,
+    }
 
 
 def _swap_precision(options):
