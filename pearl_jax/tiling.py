@@ -74,6 +74,10 @@ class KernelSpec:
         )
 
 
+# Rows that one tensor core instruction takes: a work tile uses the least that covers its
+# rows. Multiples of the 16 rows that one round of stores covers.
+EXTENTS = (*range(16, 145, 16), 160, 192, 224, 256)
+
 # Shared memory that one CTA may use, less 1 KiB for barriers and alignment.
 _SMEM_BYTES = {"sm_90a": 226 * 1024}
 _ELEMENT_BYTES = 2

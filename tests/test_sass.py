@@ -18,8 +18,6 @@ pytestmark = pytest.mark.skipif(
 
 SPECS = {spec.name: spec for spec in tiling.kernels("sm_90a")}
 
-# Token extents of the tensor core instruction. A work tile takes the least that covers it.
-EXTENTS = (16, 32, 48, 64, 96, 128, 192, 256)
 THREADS = 384  # of a block, which share 65536 registers
 
 
@@ -64,7 +62,9 @@ def test_instructions(kernel):
     # A K tile of 64 takes four steps at each extent, and nothing else is computed.
     dtype = {"bfloat16": ".BF16", "float16": ""}[spec.dtype]
     products = all_that("HGMMA")
-    assert set(products) == {f"HGMMA.64x{n}x16.F32{dtype}" for n in EXTENTS if n <= spec.tile.m}
+    assert set(products) == {
+        f"HGMMA.64x{n}x16.F32{dtype}" for n in tiling.EXTENTS if n <= spec.tile.m
+    }
     assert all(n % 4 == 0 for n in products.values())
     # A stage of weights is one 4-D request if wide, and a 3-D request for each K tile if not.
     # (There are several of a kind, as the loop around them is unrolled.) Rows are 2-D.

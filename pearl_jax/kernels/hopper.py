@@ -26,10 +26,6 @@ _CONSUMERS = 2  # warpgroups
 _PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232
 assert _WARPGROUP * (_PRODUCER_REGISTERS + _CONSUMERS * _CONSUMER_REGISTERS) <= 65536
 
-# Token extents of the tensor core instruction; a work tile takes the least that covers
-# its rows. Multiples of the 16 tokens that one round of stores covers.
-_EXTENTS = (*range(16, 145, 16), 160, 192, 224, 256)
-
 
 class HopperGroupedMatmul:
     """out rows of group i = lhs rows of group i times rhs[i], as a persistent kernel.
@@ -63,7 +59,7 @@ class HopperGroupedMatmul:
             raise ValueError(reason)
         self.spec, self.tile = spec, spec.tile
         self.dtype, self.out_dtype = _DTYPES[spec.dtype], _DTYPES[spec.out_dtype]
-        self.extents = [e for e in _EXTENTS if e <= spec.tile.m]
+        self.extents = [e for e in tiling.EXTENTS if e <= spec.tile.m]
         self.box_rows = max(16, spec.tile.m // 4)  # tokens of one request of the copy engine
         # An instruction reads no token that was not copied.
         for least, extent in zip([0, *self.extents], self.extents):

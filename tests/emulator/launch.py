@@ -16,7 +16,7 @@ from . import native
 CLUSTER_DIMENSION, PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6
 
 
-class _Attribute(ctypes.Structure):
+class Attribute(ctypes.Structure):
     _fields_ = [
         ("id", ctypes.c_uint32),
         ("padding", ctypes.c_uint32),
@@ -24,19 +24,21 @@ class _Attribute(ctypes.Structure):
     ]
 
 
-class _Config(ctypes.Structure):
+class LaunchConfig(ctypes.Structure):
+    """cudaLaunchConfig_t; also CUlaunchConfig, whose 4 bytes of shared memory have 4 of padding."""
+
     _fields_ = [
         ("grid", ctypes.c_uint32 * 3),
         ("block", ctypes.c_uint32 * 3),
         ("dynamic_smem", ctypes.c_uint64),
         ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(_Attribute)),
+        ("attributes", ctypes.POINTER(Attribute)),
         ("attribute_count", ctypes.c_uint32),
     ]
 
 
 _LAUNCHED = ctypes.CFUNCTYPE(
-    ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(_Config), ctypes.POINTER(ctypes.c_void_p)
+    ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(LaunchConfig), ctypes.POINTER(ctypes.c_void_p)
 )
 
 
@@ -146,7 +148,7 @@ def _cell(kind: str, name: str, given):
     raise TypeError(f"argument {name} of type {kind}: only pointers and integers are supported")
 
 
-def _launch(kernel: str, config: _Config, arguments, parameter_sizes) -> Launch:
+def _launch(kernel: str, config: LaunchConfig, arguments, parameter_sizes) -> Launch:
     cluster, pdl = (1, 1, 1), False
     for i in range(config.attribute_count):
         attribute = config.attributes[i]

@@ -5,26 +5,7 @@ import ctypes
 import numpy as np
 
 from .emulator import Kernel
-from .launch import CLUSTER_DIMENSION, Launch
-
-
-class _Attribute(ctypes.Structure):
-    _fields_ = [
-        ("id", ctypes.c_uint32),
-        ("padding", ctypes.c_uint32),
-        ("value", ctypes.c_uint32 * 16),
-    ]
-
-
-class _Config(ctypes.Structure):
-    _fields_ = [
-        ("grid", ctypes.c_uint32 * 3),
-        ("block", ctypes.c_uint32 * 3),
-        ("smem", ctypes.c_uint32),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(_Attribute)),
-        ("attribute_count", ctypes.c_uint32),
-    ]
+from .launch import CLUSTER_DIMENSION, Attribute, Launch, LaunchConfig
 
 
 class Gpu:
@@ -73,9 +54,9 @@ class Gpu:
         self("cuModuleGetFunction", ctypes.byref(function), module, launch.kernel.encode())
         max_dynamic_smem = 8
         self("cuFuncSetAttribute", function, max_dynamic_smem, launch.dynamic_smem)
-        cluster = _Attribute(CLUSTER_DIMENSION, 0, (*launch.cluster, *(0,) * 13))
+        cluster = Attribute(CLUSTER_DIMENSION, 0, (*launch.cluster, *(0,) * 13))
         attributes = ctypes.pointer(cluster)
-        config = _Config(launch.grid, launch.block, launch.dynamic_smem, None, attributes, 1)
+        config = LaunchConfig(launch.grid, launch.block, launch.dynamic_smem, None, attributes, 1)
         # Tensor maps are aligned to 64 bytes on the host too.
         buffers = [np.zeros(len(p) + 64, np.uint8) for p in launch.params]
         pointers = (ctypes.c_void_p * len(buffers))()
