@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +75,7 @@ def _obstacle(lhs, rhs, group_sizes, group_offset, *, transpose_rhs, precision, 
     if not all(isinstance(d, int) for d in lhs.shape + rhs.shape):
         return f"its kernels need constant shapes, got lhs {lhs.shape} and rhs {rhs.shape}"
     batch = reference.batch_shape((lhs, 2), (rhs, 3), (group_sizes, 1), (group_offset, 0))
-    if (rows := _product(batch) * lhs.shape[-2]) >= 2**31:
+    if (rows := math.prod(batch) * lhs.shape[-2]) >= 2**31:
         return f"its kernels count fewer than 2**31 rows over all batches, got {rows}"
     return unsupported(lhs.dtype, rhs.dtype, out_dtype, precision) or library.unavailable()
 
@@ -97,16 +98,14 @@ def _call(lhs, rhs, group_sizes, group_offset, *, transpose_rhs, precision, out_
     kernel = tiling.kernel(
         _ARCH, lhs.dtype.name, kernel_dtype.name, transpose_rhs, k + pad_k, n + pad_n, tile
     )
-    operands = [
-        _flatten(x, core) for x, core in ((lhs, 2), (rhs, 3), (group_sizes, 1), (group_offset, 0))
-    ]
+    operands = (lhs, 2), (rhs, 3), (group_sizes, 1), (group_offset, 0)
     library.ensure_registered()
     out = jax.ffi.ffi_call(
-        "pearl_jax.grouped_matmul",
-        jax.ShapeDtypeStruct((_product(batch), m, n + pad_n), kernel_dtype),
+        library.TARGET,
+        jax.ShapeDtypeStruct((math.prod(batch), m, n + pad_n), kernel_dtype),
     )(
-        *operands,
-        _batch_index(batch, (lhs, 2), (rhs, 3), (group_sizes, 1), (group_offset, 0)),
+        *(_flatten(x, core) for x, core in operands),
+        _batch_index(batch, *operands),
         kernels={"sm_90": kernel.name, "sm_100": ""},
     )
     return out[..., :n].reshape(*batch, m, n).astype(out_dtype)
@@ -127,14 +126,10 @@ def _pad(x, rows, columns):
     return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, rows), (0, columns)])
 
 
-def _product(shape):
-    return functools.reduce(lambda a, b: a * b, shape, 1)
-
-
 def _flatten(x, core):
     """All batch axes as one."""
     batch = x.shape[: x.ndim - core]
-    return x.reshape(_product(batch), *x.shape[x.ndim - core :])
+    return x.reshape(math.prod(batch), *x.shape[x.ndim - core :])
 
 
 def _batch_index(batch, *operands):
@@ -143,7 +138,7 @@ def _batch_index(batch, *operands):
     def index(x, core):
         own = x.shape[: x.ndim - core]
         own = (1,) * (len(batch) - len(own)) + own
-        flat = jnp.arange(_product(own), dtype=jnp.int32).reshape(own)
+        flat = jnp.arange(math.prod(own), dtype=jnp.int32).reshape(own)
         return jnp.broadcast_to(flat, batch).reshape(-1)
 
     return jnp.stack([index(x, core) for x, core in operands], axis=-1)

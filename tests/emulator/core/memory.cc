@@ -182,6 +182,14 @@ u8* locate(Machine& m, Warp& w, u32 space, u64 address, u32 bytes, bool write, i
   }
 }
 
+// A vector is one access and is aligned as a whole.
+void require_aligned(Warp& w, u64 where, u32 bytes) {
+  if (where % bytes) {
+    throw Fault("misaligned", text("%s: vector of %u bytes at 0x%llx", w.name().c_str(), bytes,
+                                   (unsigned long long)where));
+  }
+}
+
 }  // namespace
 
 void Machine::load(Warp& w, const Instr& in, u32 lanes) {
@@ -191,11 +199,7 @@ void Machine::load(Warp& w, const Instr& in, u32 lanes) {
   for (u32 rest = lanes; rest; rest &= rest - 1) {
     int l = first_lane(rest);
     u64 where = address(w, base, l);
-    // A vector is one access and is aligned as a whole.
-    if (where % (bytes * count)) {
-      throw Fault("misaligned", text("%s: vector of %u bytes at 0x%llx", w.name().c_str(),
-                                     bytes * count, (unsigned long long)where));
-    }
+    require_aligned(w, where, bytes * count);
     for (u32 i = 0; i < count; i++) {
       const u8* p = locate(*this, w, in.mod[0], where + i * bytes, bytes, false, l);
       const Operand& dest = operand(in, 1 + i);
@@ -221,10 +225,7 @@ void Machine::store(Warp& w, const Instr& in, u32 lanes) {
   for (u32 rest = lanes; rest; rest &= rest - 1) {
     int l = first_lane(rest);
     u64 where = address(w, base, l);
-    if (where % (bytes * count)) {
-      throw Fault("misaligned", text("%s: vector of %u bytes at 0x%llx", w.name().c_str(),
-                                     bytes * count, (unsigned long long)where));
-    }
+    require_aligned(w, where, bytes * count);
     for (u32 i = 0; i < count; i++) {
       u8* p = locate(*this, w, in.mod[0], where + i * bytes, bytes, true, l);
       const Operand& source = operand(in, 1 + i);
