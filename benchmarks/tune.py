@@ -24,15 +24,15 @@ ARCH = "sm_90a"
 def run_case(case, shape, layout, rows, groupings, rounds) -> list[float]:
     """Prints a line for each number of rows and grouping; returns what the choice loses."""
     weights = peers.random_weights(shape)
-    transposed = layout == "gnk"
-    tiles = tiling.tiles(ARCH, transposed)
+    form = tiling.matmul_form(layout == "gnk")
+    tiles = tiling.tiles(ARCH, form)
     names = "".join(f"{tile!s:>14}" for tile in tiles)
     print(f"{case + ' ' + layout:<24}{'rows':>5}  {'groups':<12}{names}  best, chosen")
     losses = []
     for mean in rows:
         m = shape.g * mean
         problem = peers.Problem(shape, peers.random_lhs(m, shape.k), weights)
-        chosen = tiling.choose_kernel_tile(ARCH, m, shape.g, transposed)
+        chosen = tiling.choose_kernel_tile(ARCH, form, m, shape.g)
         candidates = {tile: peers.pearl(problem, layout, tile) for tile in tiles}
         for grouping in gpu.groupings_of(mean, groupings):
             sizes = shapes.GROUPINGS[grouping](m, shape.g)

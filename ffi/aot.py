@@ -3,7 +3,7 @@
     python ffi/aot.py --arch sm_90a --out DIR            one object per kernel, and kernels.inc
     python ffi/aot.py --arch sm_90a --out DIR --list     prints the objects that makes
 
-kernels.inc has one row per kernel: KERNEL(name, dtype, out_dtype, transpose_rhs, load_library,
+kernels.inc has one row per kernel: KERNEL(name, form, dtype, out_dtype, load_library,
 load_to_device, launch), the last three being symbols of the object. What DIR holds of an earlier
 run is kept where its sources are the same.
 """
@@ -26,6 +26,7 @@ import types
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+FORMS = {"fwd": "kFwd", "dgrad": "kDgrad"}
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 # What every launcher takes: LaunchArguments of kernels.h.
@@ -112,9 +113,9 @@ def compile_anew(out, spec):
         raise TypeError(f"{spec.name}: the launcher takes {arguments}, not {ARGUMENTS}")
     fields = (
         f'"{spec.name}"',
+        FORMS[spec.form],
         DTYPES[spec.dtype],
         DTYPES[spec.out_dtype],
-        str(spec.transpose_rhs).lower(),
         f"_mlir_{spec.name}_cuda_init",
         f"_mlir_{spec.name}_cuda_load_to_device",
         launch[1],

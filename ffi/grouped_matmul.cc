@@ -151,10 +151,11 @@ ffi::Error Execute(CUstream stream, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs,
   const auto o = out->dimensions();
   const auto s = group_sizes.dimensions();
   const auto b = batch_index.dimensions();
+  const bool transposed = kernel.form == Form::kDgrad;
   if (l.size() != 3 || r.size() != 4 || o.size() != 3 || b[0] != o[0] || b[1] != 4 ||
-      l[1] != o[1] || r[kernel.transpose_rhs ? 2 : 3] != o[2] ||
-      r[kernel.transpose_rhs ? 3 : 2] != l[2] || lhs.element_type() != kernel.dtype ||
-      rhs.element_type() != kernel.dtype || out->element_type() != kernel.out_dtype) {
+      l[1] != o[1] || r[transposed ? 2 : 3] != o[2] || r[transposed ? 3 : 2] != l[2] ||
+      lhs.element_type() != kernel.dtype || rhs.element_type() != kernel.dtype ||
+      out->element_type() != kernel.out_dtype) {
     return fail(ffi::ErrorCode::kInvalidArgument, "the operands are not what the kernel takes");
   }
   // Rows, columns and groups are counted in int32.

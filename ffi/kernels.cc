@@ -3,9 +3,9 @@
 #include <mutex>
 #include <unordered_map>
 
-#define KERNEL(name, dtype, out_dtype, transpose_rhs, load_library, load_to_device, launch) \
-  extern "C" void load_library(void**);                                                     \
-  extern "C" void load_to_device(void**);                                                   \
+#define KERNEL(name, form, dtype, out_dtype, load_library, load_to_device, launch) \
+  extern "C" void load_library(void**);                                            \
+  extern "C" void load_to_device(void**);                                          \
   extern "C" void launch(void**, int32_t);
 #include "kernels.inc"
 #undef KERNEL
@@ -23,8 +23,8 @@ namespace {
 using xla::ffi::DataType;
 
 Kernel kernels[] = {
-#define KERNEL(name, dtype, out_dtype, transpose_rhs, load_library, load_to_device, launch) \
-  {name, DataType::dtype, DataType::out_dtype, transpose_rhs, load_library, load_to_device, launch},
+#define KERNEL(name, form, dtype, out_dtype, load_library, load_to_device, launch) \
+  {name, Form::form, DataType::dtype, DataType::out_dtype, load_library, load_to_device, launch},
 #include "kernels.inc"
 #undef KERNEL
     {}};

@@ -31,11 +31,16 @@ struct LaunchArguments {
   CUstream stream;
 };
 
+enum class Form {
+  kFwd,    // rhs is (.., k, n)
+  kDgrad,  // rhs is (.., n, k)
+};
+
 struct Kernel {
   std::string_view name;
+  Form form;
   xla::ffi::DataType dtype;  // of lhs and rhs
   xla::ffi::DataType out_dtype;
-  bool transpose_rhs;  // rhs is (.., n, k)
 
   // Exported by the compiled kernel. Each takes pointers to its arguments and, last, to a CUresult.
   void (*load_library)(void** arguments);

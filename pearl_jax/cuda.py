@@ -68,7 +68,7 @@ def unsupported(lhs_dtype, rhs_dtype, out_dtype, precision):
 
 
 def _obstacle(lhs, rhs, group_sizes, group_offset, *, transpose_rhs, precision, out_dtype, tile):
-    tiles = tiling.tiles(_ARCH, transpose_rhs)
+    tiles = tiling.tiles(_ARCH, tiling.matmul_form(transpose_rhs))
     if tile is not None and tile not in tiles:
         layout = "(g, n, k)" if transpose_rhs else "(g, k, n)"
         return f"its kernels for rhs {layout} have the tiles {tiles}, got {tile!r}"
@@ -94,9 +94,10 @@ def _call(lhs, rhs, group_sizes, group_offset, *, transpose_rhs, precision, out_
         rhs = _pad(rhs, pad_n, pad_k) if transpose_rhs else _pad(rhs, pad_k, pad_n)
 
     kernel_dtype = out_dtype if out_dtype == lhs.dtype else jnp.dtype(jnp.float32)
-    tile = tile or tiling.choose_kernel_tile(_ARCH, m, group_sizes.shape[-1], transpose_rhs)
+    form = tiling.matmul_form(transpose_rhs)
+    tile = tile or tiling.choose_kernel_tile(_ARCH, form, m, group_sizes.shape[-1])
     kernel = tiling.kernel(
-        _ARCH, lhs.dtype.name, kernel_dtype.name, transpose_rhs, k + pad_k, n + pad_n, tile
+        _ARCH, form, lhs.dtype.name, kernel_dtype.name, k + pad_k, n + pad_n, tile
     )
     operands = (lhs, 2), (rhs, 3), (group_sizes, 1), (group_offset, 0)
     library.ensure_registered()

@@ -43,35 +43,42 @@ class TileConfig:
         return f"{self.m}x{self.n}x{self.k}c{self.cluster}"
 
 
+FORMS = ("fwd", "dgrad")
+
+
 @dataclasses.dataclass(frozen=True)
 class KernelSpec:
-    """One compiled kernel of grouped_matmul; its name is its key in the library.
+    """One compiled kernel; its name is its key in the library.
 
     Attributes:
       arch: compilation target, "sm_90a".
+      form: what it computes, and from which layout, by the matmul of a training step:
+        "fwd" is grouped_matmul with rhs (g, k, n), n contiguous; "dgrad" the same with
+        transpose_rhs, so rhs (g, n, k), k contiguous.
       dtype: of lhs and rhs, "bfloat16" or "float16".
       out_dtype: of the result, dtype itself or "float32".
-      transpose_rhs: rhs is (g, n, k), so k is contiguous; else (g, k, n), n contiguous.
-      wide: one request of the copy engine fetches a whole stage of weights. Needs
-        k % 64 == 0 with transpose_rhs, n % 64 == 0 without; else k % 8 == n % 8 == 0
-        is enough.
+      wide: one request of the copy engine fetches a whole stage of weights. Needs their
+        contiguous axis to be a multiple of 64; else k % 8 == n % 8 == 0 is enough.
       tile: the work tile.
     """
 
     arch: str
+    form: str
     dtype: str
     out_dtype: str
-    transpose_rhs: bool
     wide: bool
     tile: TileConfig
 
     @property
     def name(self):
-        layout = "gnk" if self.transpose_rhs else "gkn"
+        op = {"fwd": "grouped_matmul_gkn", "dgrad": "grouped_matmul_gnk"}[self.form]
         width = "wide" if self.wide else "plain"
-        return (
-            f"grouped_matmul_{self.arch}_{self.dtype}_{self.out_dtype}_{layout}_{width}_{self.tile}"
-        )
+        return f"{op}_{self.arch}_{self.dtype}_{self.out_dtype}_{width}_{self.tile}"
+
+
+def matmul_form(transpose_rhs):
+    """The form of grouped_matmul for one layout of the weights."""
+    return "dgrad" if transpose_rhs else "fwd"
 
 
 # Rows that one tensor core instruction takes: a work tile uses the least that covers its
@@ -113,7 +120,7 @@ def is_valid(arch, tile) -> tuple[bool, str]:
     return True, ""
 
 
-# The tiles of each architecture, by transpose_rhs: up to how many rows a group has on
+# The tiles of each architecture, by form: up to how many rows a group has on
 # average, a tile is the choice. Measured on an H200 with 32 groups, k = 6144, n = 4096 and
 # even and uneven sizes (benchmarks/notes/hopper.md):
 #   few rows   weights stream at 4.5 TB/s; groups of over 64 rows would read theirs twice
@@ -124,39 +131,39 @@ def is_valid(arch, tile) -> tuple[bool, str]:
 _FEW, _MORE = TileConfig(64, 256), TileConfig(256, 128)
 _TILES = {
     "sm_90a": {
-        True: ((24, _FEW), (96, TileConfig(128, 256)), (math.inf, _MORE)),
-        False: ((24, _FEW), (144, TileConfig(192, 128, 64, 2)), (math.inf, _MORE)),
+        "dgrad": ((24, _FEW), (96, TileConfig(128, 256)), (math.inf, _MORE)),
+        "fwd": ((24, _FEW), (144, TileConfig(192, 128, 64, 2)), (math.inf, _MORE)),
     }
 }
 
 
-def tiles(arch, transpose_rhs) -> list[TileConfig]:
-    """The tiles of the kernels compiled for arch, for weights of one layout."""
-    return [tile for _, tile in _TILES.get(arch, {}).get(transpose_rhs, ())]
+def tiles(arch, form) -> list[TileConfig]:
+    """The tiles of the kernels of one form that are compiled for arch."""
+    return [tile for _, tile in _TILES.get(arch, {}).get(form, ())]
 
 
 def kernels(arch) -> list[KernelSpec]:
     """Every kernel that is compiled for arch."""
     return [
-        KernelSpec(arch, dtype, out_dtype, transpose_rhs, wide, tile)
+        KernelSpec(arch, form, dtype, out_dtype, wide, tile)
+        for form in FORMS
         for dtype in ("bfloat16", "float16")
         for out_dtype in (dtype, "float32")
-        for transpose_rhs in (False, True)
         for wide in (True, False)
-        for tile in tiles(arch, transpose_rhs)
+        for tile in tiles(arch, form)
     ]
 
 
-def kernel(arch, dtype, out_dtype, transpose_rhs, k, n, tile) -> KernelSpec:
+def kernel(arch, form, dtype, out_dtype, k, n, tile) -> KernelSpec:
     """The kernel for operands with these k and n, both multiples of 8."""
-    wide = (k if transpose_rhs else n) % K_TILE == 0
-    return KernelSpec(arch, dtype, out_dtype, transpose_rhs, wide, tile)
+    wide = (k if form == "dgrad" else n) % K_TILE == 0
+    return KernelSpec(arch, form, dtype, out_dtype, wide, tile)
 
 
-def choose_kernel_tile(arch, m, num_groups, transpose_rhs) -> TileConfig:
+def choose_kernel_tile(arch, form, m, num_groups) -> TileConfig:
     """The work tile for m rows in num_groups groups, by the mean rows of a group."""
     mean = m / max(num_groups, 1)
-    return next(tile for most, tile in _TILES[arch][transpose_rhs] if mean <= most)
+    return next(tile for most, tile in _TILES[arch][form] if mean <= most)
 
 
 def choose(m, num_groups) -> TileConfig:

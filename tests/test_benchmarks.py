@@ -314,7 +314,7 @@ def test_every_tile_is_tuned(without_kernels, capsys):
     losses = tune.run_case("tiny", shape, "gnk", rows=[2], groupings=["uniform"], rounds=1)
     header, line = capsys.readouterr().out.splitlines()
     assert len(losses) == 1
-    for tile in tiling.tiles(tune.ARCH, True):
+    for tile in tiling.tiles(tune.ARCH, "dgrad"):
         assert str(tile) in header
     assert line.split()[:2] == ["2", "uniform"]
 

@@ -93,8 +93,9 @@ def test_forward(dtype, out_dtype, transpose_rhs, k, n):
     ]
     assert result == f"1x{M}x{n}x{short_out}"
     wide = (k if transpose_rhs else n) % 64 == 0
-    tile = tiling.choose_kernel_tile("sm_90a", M, G, transpose_rhs)
-    want = tiling.KernelSpec("sm_90a", dtype, out_dtype, transpose_rhs, wide, tile)
+    form = tiling.matmul_form(transpose_rhs)
+    tile = tiling.choose_kernel_tile("sm_90a", form, M, G)
+    want = tiling.KernelSpec("sm_90a", form, dtype, out_dtype, wide, tile)
     assert name == want.name
     assert name in names()
     assert not re.search(r"stablehlo\.(transpose|pad|slice|dot_general|while|convert)\b", text)
@@ -102,7 +103,7 @@ def test_forward(dtype, out_dtype, transpose_rhs, k, n):
 
 def test_tile_by_hand_and_by_rows():
     for transpose_rhs in (False, True):
-        for tile in tiling.tiles("sm_90a", transpose_rhs):
+        for tile in tiling.tiles("sm_90a", tiling.matmul_form(transpose_rhs)):
             f = matmul(transpose_rhs=transpose_rhs, tile=tile)
             ((name, *_),) = calls(lower(f, *operands(transpose_rhs=transpose_rhs)))
             assert name.endswith(f"_{tile}")
@@ -111,7 +112,8 @@ def test_tile_by_hand_and_by_rows():
         for m in (1, 100, 400, 4000):
             f = matmul(transpose_rhs=transpose_rhs)
             ((name, *_),) = calls(lower(f, *operands(transpose_rhs=transpose_rhs, m=m)))
-            tile = tiling.choose_kernel_tile("sm_90a", m, G, transpose_rhs)
+            form = tiling.matmul_form(transpose_rhs)
+            tile = tiling.choose_kernel_tile("sm_90a", form, m, G)
             assert name.endswith(f"_{tile}")
             chosen.add(tile)
         assert len(chosen) > 1
@@ -122,9 +124,9 @@ def test_rows_per_group_count_all_groups_of_group_sizes():
     f = lambda x, w, s: pearl_jax.grouped_matmul(x, w, s, group_offset=2)
     m = 16 * 256
     ((name, types, _),) = calls(lower(f, spec(m, K), spec(2, K, N), spec(256, dtype="int32")))
-    assert name.endswith(f"_{tiling.choose_kernel_tile('sm_90a', m, 256, False)}")
-    assert tiling.choose_kernel_tile("sm_90a", m, 2, False) != tiling.choose_kernel_tile(
-        "sm_90a", m, 256, False
+    assert name.endswith(f"_{tiling.choose_kernel_tile('sm_90a', 'fwd', m, 256)}")
+    assert tiling.choose_kernel_tile("sm_90a", "fwd", m, 2) != tiling.choose_kernel_tile(
+        "sm_90a", "fwd", m, 256
     )
     assert types[1:4] == [f"1x2x{K}x{N}xbf16", "1x256xi32", "1xi32"]
 
@@ -398,7 +400,7 @@ def test_lowering_compiles_nothing_marin_8045(monkeypatch):
 @pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
 def test_forward_works_so_does_the_gradient_tokamax_sm100(transpose_rhs, out_dtype):
     """tokamax raised for some calls in the gradient only. Here for every tile and result."""
-    for tile in (None, *tiling.tiles("sm_90a", transpose_rhs)):
+    for tile in (None, *tiling.tiles("sm_90a", tiling.matmul_form(transpose_rhs))):
         f = matmul(
             transpose_rhs=transpose_rhs,
             preferred_element_type=out_dtype,

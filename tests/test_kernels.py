@@ -16,6 +16,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 ARCH = "sm_90a"
+FORMS = ("fwd", "dgrad")
 NAMES = {"bfloat16": "BFloat16", "float16": "Float16", "float32": "Float32"}
 SMS = 4
 MODES = ("in order", "random", "adversarial")
@@ -24,18 +25,18 @@ MODES = ("in order", "random", "adversarial")
 def covering():
     """Every tile of each layout at bfloat16, and each other property with some tile."""
     specs = [
-        tiling.KernelSpec(ARCH, "bfloat16", "bfloat16", transpose_rhs, True, tile)
-        for transpose_rhs in (False, True)
-        for tile in tiling.tiles(ARCH, transpose_rhs)
+        tiling.KernelSpec(ARCH, form, "bfloat16", "bfloat16", True, tile)
+        for form in FORMS
+        for tile in tiling.tiles(ARCH, form)
     ]
     specs += [
-        tiling.KernelSpec(ARCH, dtype, out_dtype, transpose_rhs, False, tile)
-        for dtype, out_dtype, transpose_rhs, tile in (
-            ("float16", "float16", False, tiling.tiles(ARCH, False)[1]),
-            ("bfloat16", "float32", True, tiling.tiles(ARCH, True)[0]),
+        tiling.KernelSpec(ARCH, form, dtype, out_dtype, False, tiling.tiles(ARCH, form)[i])
+        for form, dtype, out_dtype, i in (
+            ("fwd", "float16", "float16", 1),
+            ("dgrad", "bfloat16", "float32", 0),
         )
     ]
-    return {s.name.partition(f"{ARCH}_")[2]: s for s in specs}
+    return {s.name: s for s in specs}
 
 
 SPECS = covering()
@@ -46,9 +47,9 @@ every_kernel = pytest.mark.parametrize("name", SPECS)
 def compiled():
     cases = {
         name: {
+            "form": s.form,
             "dtype": s.dtype,
             "out_dtype": s.out_dtype,
-            "transpose_rhs": s.transpose_rhs,
             "wide": s.wide,
             "tile": [s.tile.m, s.tile.n, s.tile.k, s.tile.cluster],
         }
@@ -64,7 +65,7 @@ def contiguous(spec, extent):
 
 def shape(spec, k, n):
     """(k, n) that the kernel takes, no larger than the given ones."""
-    if spec.transpose_rhs:
+    if spec.form == "dgrad":
         return contiguous(spec, k), n
     return k, contiguous(spec, n)
 
@@ -102,7 +103,7 @@ def run(kernel, spec, sizes, *, m, k, n, offset=(0,), held=None, index=None, mod
     encode, out_dtype = ENCODE[NAMES[spec.dtype]], NAMES[spec.out_dtype]
     encoded = encode(lhs.astype(np.float32))
     encoded[~owned] = POISON[NAMES[spec.dtype]]  # rows that nobody may use
-    stored = rhs.swapaxes(2, 3) if spec.transpose_rhs else rhs
+    stored = rhs.swapaxes(2, 3) if spec.form == "dgrad" else rhs
     values = [
         encoded,
         encode(np.ascontiguousarray(stored, np.float32)),

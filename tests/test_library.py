@@ -148,12 +148,12 @@ SPECS = tiling.kernels("sm_90a")
 
 
 def kernel(*key):
-    """The name of a kernel for (dtype, out_dtype, transpose_rhs)."""
-    return next(s.name for s in SPECS if (s.dtype, s.out_dtype, s.transpose_rhs) == key)
+    """The name of a kernel for (form, dtype, out_dtype)."""
+    return next(s.name for s in SPECS if (s.form, s.dtype, s.out_dtype) == key)
 
 
-KERNEL = kernel("bfloat16", "float32", True)
-OTHER = kernel("float16", "float16", False)
+KERNEL = kernel("dgrad", "bfloat16", "float32")
+OTHER = kernel("fwd", "float16", "float16")
 LOADS = ("cuLibraryLoadData", "cuLibraryGetKernel", "cuKernelGetFunction", "cuKernelSetAttribute")
 
 

@@ -7,65 +7,65 @@ import pytest
 from pearl_jax import TileConfig, tiling
 
 ARCH = "sm_90a"
-LAYOUTS = (False, True)
+FORMS = ("fwd", "dgrad")
 
 
-def sweep(transpose_rhs):
+def sweep(form):
     """The tiles that problems get, by mean rows of a group from a fraction of one to 4096."""
     problems = [(m, g) for g in (1, 8, 32, 300) for m in (1, 7, *(g * mean for mean in MEANS))]
-    return {p: tiling.choose_kernel_tile(ARCH, *p, transpose_rhs) for p in problems}
+    return {p: tiling.choose_kernel_tile(ARCH, form, *p) for p in problems}
 
 
 MEANS = [*range(1, 300), *range(300, 4097, 37), 4096]
 
 
-@pytest.mark.parametrize("transpose_rhs", LAYOUTS, ids=["gkn", "gnk"])
-def test_compiled_tiles_are_those_that_are_chosen(transpose_rhs):
+@pytest.mark.parametrize("form", FORMS)
+def test_compiled_tiles_are_those_that_are_chosen(form):
     """No problem gets a tile that is not compiled, and no kernel takes up room for nothing."""
-    compiled = {s.tile for s in tiling.kernels(ARCH) if s.transpose_rhs == transpose_rhs}
-    chosen = set(sweep(transpose_rhs).values())
+    compiled = {s.tile for s in tiling.kernels(ARCH) if s.form == form}
+    chosen = set(sweep(form).values())
     assert chosen == compiled
     assert len(chosen) > 1
 
 
-@pytest.mark.parametrize("transpose_rhs", LAYOUTS, ids=["gkn", "gnk"])
-def test_larger_groups_never_get_smaller_tiles(transpose_rhs):
+@pytest.mark.parametrize("form", FORMS)
+def test_larger_groups_never_get_smaller_tiles(form):
     for g in (1, 8, 300):
-        rows = [tiling.choose_kernel_tile(ARCH, g * mean, g, transpose_rhs).m for mean in MEANS]
+        rows = [tiling.choose_kernel_tile(ARCH, form, g * mean, g).m for mean in MEANS]
         assert rows == sorted(rows)
         assert rows[0] < rows[-1]
 
 
 def test_choice_without_rows_or_groups():
     for m, g in ((0, 4), (0, 0), (5, 0)):
-        for transpose_rhs in LAYOUTS:
-            tile = tiling.choose_kernel_tile(ARCH, m, g, transpose_rhs)
-            assert tile in tiling.tiles(ARCH, transpose_rhs)
+        for form in FORMS:
+            tile = tiling.choose_kernel_tile(ARCH, form, m, g)
+            assert tile in tiling.tiles(ARCH, form)
 
 
 @pytest.mark.parametrize("out_dtype", ["same", "float32"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("transpose_rhs", LAYOUTS, ids=["gkn", "gnk"])
-def test_every_problem_has_a_compiled_kernel(transpose_rhs, dtype, out_dtype):
+@pytest.mark.parametrize("form", FORMS)
+def test_every_problem_has_a_compiled_kernel(form, dtype, out_dtype):
     """For every tile, and k and n that are multiples of 8, 64 or both."""
     out_dtype = dtype if out_dtype == "same" else out_dtype
     compiled = set(tiling.kernels(ARCH))
-    for tile in tiling.tiles(ARCH, transpose_rhs):
+    for tile in tiling.tiles(ARCH, form):
         for k in (8, 64, 72, 128, 6144):
             for n in (8, 64, 200, 256, 4096):
-                spec = tiling.kernel(ARCH, dtype, out_dtype, transpose_rhs, k, n, tile)
+                spec = tiling.kernel(ARCH, form, dtype, out_dtype, k, n, tile)
                 assert spec in compiled
-                assert spec.wide == ((k if transpose_rhs else n) % 64 == 0)
+                assert spec.wide == ((k if form == "dgrad" else n) % 64 == 0)
 
 
 def test_every_kernel_is_one_that_some_problem_gets():
     reached = {
-        tiling.kernel(ARCH, dtype, out_dtype, transpose_rhs, k, n, tile)
+        tiling.kernel(ARCH, form, dtype, out_dtype, k, n, tile)
         for dtype in ("bfloat16", "float16")
         for out_dtype in (dtype, "float32")
-        for transpose_rhs in LAYOUTS
+        for form in FORMS
         for k, n in ((64, 64), (72, 72))
-        for tile in sweep(transpose_rhs).values()
+        for tile in sweep(form).values()
     }
     assert reached == set(tiling.kernels(ARCH))
 
@@ -75,8 +75,13 @@ def test_names_are_unique():
     specs = tiling.kernels(ARCH)
     assert len({s.name for s in specs}) == len(specs)
     for s in specs:
-        assert re.fullmatch(r"grouped_matmul_sm_90a_\w+", s.name)
-        for part in (s.dtype, s.out_dtype, f"_{'gnk' if s.transpose_rhs else 'gkn'}_", str(s.tile)):
+        assert re.fullmatch(r"grouped_matmul_\w+", s.name)
+        for part in (
+            s.dtype,
+            s.out_dtype,
+            f"_{'gnk' if s.form == 'dgrad' else 'gkn'}_",
+            str(s.tile),
+        ):
             assert part in s.name
         assert f"_{'wide' if s.wide else 'plain'}_" in s.name
     tiles = [TileConfig(64, 128, 64, 1)]

@@ -20,18 +20,18 @@ _SPAN = 64  # elements of 16 bits in the 128 bytes of one swizzle span
 
 
 def weights_major(spec):
-    return OperandMajorMode.K if spec.transpose_rhs else OperandMajorMode.MN
+    return OperandMajorMode.K if spec.form == "dgrad" else OperandMajorMode.MN
 
 
 def weights_tensor(spec, pointer, n, k, num_groups):
     """The (n, k, group) tensor, and the tiler that cuts one stage out of (n, k)."""
     tile_n, tile_k = spec.tile.n, spec.tile.k
     n64, k64 = Int64(n), Int64(k)
-    if spec.transpose_rhs and spec.wide:
+    if spec.form == "dgrad" and spec.wide:
         k = cute.assume(k, divby=_SPAN)
         shape, stride = (n, (_SPAN, k // _SPAN), num_groups), (k64, (1, _SPAN), n64 * k64)
         tiler = (tile_n, (_SPAN, tile_k // _SPAN))
-    elif spec.transpose_rhs:
+    elif spec.form == "dgrad":
         shape, stride, tiler = (n, k, num_groups), (k64, 1, n64 * k64), (tile_n, tile_k)
     elif spec.wide:
         n = cute.assume(n, divby=_SPAN)
@@ -44,7 +44,7 @@ def weights_tensor(spec, pointer, n, k, num_groups):
 
 def weights_smem_layout(spec, dtype, stages):
     """(tile.n, tile.k, stages): spans of the contiguous mode, one panel after the other."""
-    if spec.transpose_rhs:
+    if spec.form == "dgrad":
         kind, order = warpgroup.SmemLayoutAtomKind.K_SW128, (0, 1, 2)
     else:
         kind, order = warpgroup.SmemLayoutAtomKind.MN_SW128, (1, 0, 2)

@@ -10,10 +10,10 @@ CHECKOUT = Path(__file__).parents[2]
 MODULES = {"sm_90a": "pearl_jax.kernels.hopper", "sm_100f": "pearl_jax.kernels.blackwell"}
 
 
-def compile_case(arch, dtype, out_dtype, transpose_rhs, wide, tile):
+def compile_case(arch, form, dtype, out_dtype, wide, tile):
     from pearl_jax.tiling import KernelSpec, TileConfig
 
-    spec = KernelSpec(arch, dtype, out_dtype, transpose_rhs, wide, TileConfig(*tile))
+    spec = KernelSpec(arch, form, dtype, out_dtype, wide, TileConfig(*tile))
     return importlib.import_module(MODULES[arch]).compile_kernel(spec)
 
 

@@ -189,9 +189,9 @@ def gemms():
 def grouped():
     cases = {
         f"{tile} {out} {layout}": {
+            "form": "dgrad" if layout == "gnk" else "fwd",
             "dtype": "bfloat16",
             "out_dtype": out,
-            "transpose_rhs": layout == "gnk",
             "wide": True,
             "tile": tile,
         }

@@ -13,9 +13,9 @@ from pearl_jax import tiling
 KERNELS = tiling.kernels("sm_90a")
 # The options of a call for each tile of each layout, for pytest.mark.parametrize.
 TILES = {
-    f"{'gnk' if spec.transpose_rhs else 'gkn'}-{spec.tile}": {
+    f"{'gnk' if spec.form == 'dgrad' else 'gkn'}-{spec.tile}": {
         "tile": spec.tile,
-        "transpose_rhs": spec.transpose_rhs,
+        "transpose_rhs": spec.form == "dgrad",
     }
     for spec in KERNELS
 }
