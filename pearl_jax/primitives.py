@@ -28,7 +28,6 @@ import functools
 import jax
 import jax.core
 import jax.numpy as jnp
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -40,18 +39,8 @@ grouped_outer_p = Primitive("grouped_outer")
 
 
 def bind(primitive, *operands, **params):
-    """Binds with operands that agree on the mesh axes they vary over.
-
-    The cast is what makes gradients of replicated operands sum over those axes, and
-    what keeps shard_map from taking a varying result for a replicated one.
-    """
-    varying = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in operands))
-
-    def cast(x):
-        missing = tuple(sorted(varying - jax.typeof(x).manual_axis_type.varying))
-        return lax.pcast(x, missing, to="varying") if missing else x
-
-    operands = [cast(jnp.asarray(x)) for x in operands]
+    """Binds with operands that agree on the mesh axes they vary over."""
+    operands = sharding.vary_alike(*(jnp.asarray(x) for x in operands))
     if sharding.explicit_axes(operands):
         return sharding.bind_explicit(bind, primitive, operands, params)
     return primitive.bind(*operands, **params)

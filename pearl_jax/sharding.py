@@ -38,6 +38,21 @@ from pearl_jax import reference
 _log = logging.getLogger(__name__)
 
 
+def vary_alike(*arrays):
+    """The arrays, cast to vary over the same mesh axes in shard_map.
+
+    The cast is what makes gradients of replicated operands sum over those axes, and
+    what keeps shard_map from taking a varying result for a replicated one.
+    """
+    varying = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
+
+    def cast(x):
+        missing = tuple(sorted(varying - jax.typeof(x).manual_axis_type.varying))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return [cast(x) for x in arrays]
+
+
 @dataclasses.dataclass(frozen=True)
 class _Factors:
     """Names of the axes of lhs, rhs, group_sizes, group_offset and the output."""
