@@ -226,12 +226,33 @@ def _torch_bmm(torch, lhs, rhs, group_sizes):
     return lambda: torch.bmm(lhs, rhs.transpose(1, 2))
 
 
-def _quack(torch, lhs, rhs, group_sizes):
-    gemm = _import("quack.gemm_interface").gemm
-    bounds = torch.tensor(
-        [0, *np.cumsum(group_sizes).tolist()], dtype=torch.int32, device=lhs.device
-    )
-    return lambda: gemm(lhs, rhs.transpose(1, 2), cu_seqlens_m=bounds, tuned=True)
+# A selection of its tuner's configurations: that compiles every one of them.
+_QUACK_TILES = ((128, 128, True), (128, 192, True), (128, 256, False), (256, 128, False))
+
+
+def _quack(problem):
+    gemm_tuned = _import("quack.gemm_interface").gemm_tuned
+    config_type = _import("quack.gemm_config").GemmConfig
+
+    def candidate(tile_m, tile_n, pingpong):
+        config = config_type(
+            tile_m=tile_m, tile_n=tile_n, pingpong=pingpong, is_dynamic_persistent=False
+        )
+
+        def make_call(torch, lhs, rhs, group_sizes):
+            bounds = np.cumsum([0, *group_sizes]).tolist()
+            bounds = torch.tensor(bounds, dtype=torch.int32, device=lhs.device)
+            out = torch.empty(len(lhs), rhs.shape[1], dtype=lhs.dtype, device=lhs.device)
+
+            def call():
+                gemm_tuned.fn(lhs, rhs.transpose(1, 2), out, cu_seqlens_m=bounds, config=config)
+                return out
+
+            return call
+
+        return torch_candidate(make_call, problem, "gnk", problem.calls())
+
+    return {f"{m}x{n}": candidate(m, n, pingpong) for m, n, pingpong in _QUACK_TILES}
 
 
 PEERS = {
@@ -239,6 +260,6 @@ PEERS = {
     "mosaic": Peer("gkn", _mosaic),
     "torch": Peer("gnk", _on_torch(_torch_grouped_mm)),
     "bmm": Peer("gnk", _on_torch(_torch_bmm), uniform_only=True),
-    "quack": Peer("gnk", _on_torch(_quack)),
+    "quack": Peer("gnk", _quack),
     "tokamax": Peer("gkn", _tokamax),
 }
