@@ -1,5 +1,9 @@
 """pearl_jax: grouped matmul for Mixture-of-Experts, as a JAX primitive."""
 
+import importlib
+
+from pearl_jax import moe as moe
+from pearl_jax import routing as routing
 from pearl_jax.grouped_matmul import check_group_sizes as check_group_sizes
 from pearl_jax.grouped_matmul import grouped_matmul as grouped_matmul
 from pearl_jax.grouped_matmul import grouped_outer as grouped_outer
@@ -8,3 +12,10 @@ from pearl_jax.ragged_dot import ragged_dot_general as ragged_dot_general
 from pearl_jax.tiling import TileConfig as TileConfig
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name):
+    # What needs Flax is imported when it is used.
+    if name == "nn":
+        return importlib.import_module("pearl_jax.nn")
+    raise AttributeError(f"module 'pearl_jax' has no attribute {name!r}")
