@@ -25,22 +25,30 @@ class TileConfig:
       n: columns of one work tile of a kernel.
       k: elements of k of one stage of weights, a multiple of 64.
       cluster: how many neighbouring column tiles are worked on together, each by its own
-        multiprocessor, and share one copy of the rows.
+        multiprocessor (or pair of them), and share one copy of the rows.
+      ctas: how many multiprocessors work on one tile, 1 or, on Blackwell, 2.
+      rows_on_m: rows are the M operand of the tensor core, and its N are columns; else
+        columns are M and rows N, which costs small groups less. On Blackwell only.
     """
 
     m: int
     n: int = 128
     k: int = 128
     cluster: int = 1
+    ctas: int = 1
+    rows_on_m: bool = False
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"TileConfig: {field.name} must be a positive int, got {value!r}")
+            flag = field.name == "rows_on_m"
+            if isinstance(value, bool) != flag or not isinstance(value, int) or value < (not flag):
+                wanted = "a bool" if flag else "a positive int"
+                raise ValueError(f"TileConfig: {field.name} must be {wanted}, got {value!r}")
 
     def __str__(self):
-        return f"{self.m}x{self.n}x{self.k}c{self.cluster}"
+        text = f"{self.m}x{self.n}x{self.k}c{self.cluster}"
+        return text + "_pair" * (self.ctas == 2) + "_rows_on_m" * self.rows_on_m
 
 
 FORMS = ("fwd", "dgrad")
@@ -86,38 +94,99 @@ def matmul_form(transpose_rhs):
 EXTENTS = (*range(16, 145, 16), 160, 192, 224, 256)
 
 # Shared memory that one CTA may use, less 1 KiB for barriers and alignment.
-_SMEM_BYTES = {"sm_90a": 226 * 1024}
+_SMEM_BYTES = 226 * 1024
 _ELEMENT_BYTES = 2
 _LEAST_STAGES = 4  # of rows: fewer do not hide how long the copy engine takes
 
 
 def stages(arch, tile) -> tuple[int, int]:
-    """How many stages of weights (n, k) and of rows (m, K_TILE) a tile's kernel has.
+    """How many stages of weights (n, k) and of rows (m, K_TILE) a CTA of the kernel has.
 
-    As many of weights, which come from memory, as leave room for the least number of
-    rows, which mostly come from a cache.
+    Hopper: as many of weights, which come from memory, as leave room for the least number
+    of rows, which mostly come from a cache.
+
+    Blackwell: as many of rows as leave room for the weights that they use, which are one
+    stage for each K tile, or where a stage holds two K tiles one for each two and one more,
+    as the first K tile may be the second one of its stage.
     """
-    weights_bytes = tile.n * tile.k * _ELEMENT_BYTES
-    rows_bytes = tile.m * K_TILE * _ELEMENT_BYTES
-    weights = max((_SMEM_BYTES[arch] - _LEAST_STAGES * rows_bytes) // weights_bytes, 0)
-    return weights, (_SMEM_BYTES[arch] - weights * weights_bytes) // rows_bytes
+    weights_bytes = tile.n // tile.ctas * tile.k * _ELEMENT_BYTES
+    rows_bytes = tile.m // tile.ctas * K_TILE * _ELEMENT_BYTES
+    if arch == "sm_90a":
+        weights = max((_SMEM_BYTES - _LEAST_STAGES * rows_bytes) // weights_bytes, 0)
+        return weights, (_SMEM_BYTES - weights * weights_bytes) // rows_bytes
+
+    def weights_of(rows):
+        return rows if tile.k == K_TILE else rows // 2 + 1
+
+    rows = 0
+    while (rows + 1) * rows_bytes + weights_of(rows + 1) * weights_bytes <= _SMEM_BYTES:
+        rows += 1
+    return weights_of(rows), rows
+
+
+def _hopper_rules(tile):
+    yield tile.m in (16, 32, 64, 128, 192, 256), "m must be 16, 32, 64, 128, 192 or 256"
+    yield tile.n in (128, 256), "n must be 128 or 256"
+    yield tile.m * tile.n <= 2**15, "m * n accumulators must fit into registers, 32768 at most"
+    yield tile.cluster in (1, 2, 4), "cluster must be 1, 2 or 4"
+    yield tile.ctas == 1, "ctas must be 1"
+    yield not tile.rows_on_m, "rows_on_m must be False"
+
+
+def _blackwell_rules(tile):
+    yield tile.ctas in (1, 2), "ctas must be 1 or 2"
+    if tile.rows_on_m:
+        rows, columns = ((64, 128), (64, 128, 192, 256)), ((128, 256), (128, 256))
+        rows, columns = (rows, columns)[tile.ctas - 1]
+        yield tile.m in rows, f"with {tile.ctas} ctas and rows on M, m must be one of {rows}"
+        yield tile.n in columns, f"with {tile.ctas} ctas and rows on M, n must be one of {columns}"
+    else:
+        rows = tuple(r for r in (16, 32, 64, 128, 192, 256) if r >= 16 * tile.ctas)
+        yield tile.m in rows, f"with {tile.ctas} ctas, m must be one of {rows}"
+        yield tile.n == 128 * tile.ctas, f"with {tile.ctas} ctas, n must be {128 * tile.ctas}"
+    yield tile.cluster in (1, 2, 4), "cluster must be 1, 2 or 4"
+
+
+_RULES = {"sm_90a": _hopper_rules, "sm_100f": _blackwell_rules}
 
 
 def is_valid(arch, tile) -> tuple[bool, str]:
     """Whether a kernel for arch can have the tile, and if not, why."""
+    if arch not in _RULES:
+        return False, f"there are no kernels for {arch}, got {tile!r}"
     for ok, reason in (
-        (arch in _SMEM_BYTES, f"there are no kernels for {arch}"),
-        (tile.m in (16, 32, 64, 128, 192, 256), "m must be 16, 32, 64, 128, 192 or 256"),
-        (tile.n in (128, 256), "n must be 128 or 256"),
+        *_RULES[arch](tile),
         (tile.k in (64, 128), "k must be 64 or 128"),
-        (tile.m * tile.n <= 2**15, "m * n accumulators must fit into registers, 32768 at most"),
-        (tile.cluster in (1, 2, 4), "cluster must be 1, 2 or 4"),
     ):
         if not ok:
             return False, f"{reason}, got {tile!r}"
     if stages(arch, tile)[0] < 2:
         return False, f"two stages of weights must fit into shared memory, got {tile!r}"
     return True, ""
+
+
+# Blackwell's tensor memory, 512 columns of 128 lanes, holds two accumulators: one is filled
+# while the other is stored.
+ACCUMULATORS = 2
+
+
+def lanes(tile) -> int:
+    """Lanes of tensor memory that an accumulator takes: one for each M of a CTA, or 128."""
+    return 64 if tile.rows_on_m and tile.m == 64 else 128
+
+
+def accumulator_columns(tile) -> int:
+    """Columns of tensor memory that an accumulator takes."""
+    if not tile.rows_on_m:
+        return tile.m
+    # 64 rows of each CTA of a pair take half of the lanes, and two lanes share a row.
+    return tile.n // 2 if tile.m == 64 * tile.ctas == 128 else tile.n
+
+
+def tensor_memory_columns(tile) -> int:
+    """Columns that a CTA allocates: a power of two. Accumulators of 64 lanes share theirs."""
+    columns = accumulator_columns(tile) * (1 if lanes(tile) == 64 else ACCUMULATORS)
+    return max(32, 1 << (columns - 1).bit_length())
 
 
 # The tiles of each architecture, by form: up to how many rows a group has on

@@ -1,5 +1,6 @@
 """The Hopper kernels on a CPU: compiled here and run by the PTX emulator, in every schedule."""
 
+import dataclasses
 import functools
 
 import numpy as np
@@ -51,7 +52,7 @@ def compiled():
             "dtype": s.dtype,
             "out_dtype": s.out_dtype,
             "wide": s.wide,
-            "tile": [s.tile.m, s.tile.n, s.tile.k, s.tile.cluster],
+            "tile": list(dataclasses.astuple(s.tile)),
         }
         for name, s in SPECS.items()
     }

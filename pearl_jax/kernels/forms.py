@@ -16,6 +16,8 @@ from cutlass import Int64
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.nvgpu.common import OperandMajorMode
 
+from pearl_jax.tiling import K_TILE
+
 _SPAN = 64  # elements of 16 bits in the 128 bytes of one swizzle span
 
 
@@ -23,9 +25,9 @@ def weights_major(spec):
     return OperandMajorMode.K if spec.form == "dgrad" else OperandMajorMode.MN
 
 
-def weights_tensor(spec, pointer, n, k, num_groups):
-    """The (n, k, group) tensor, and the tiler that cuts one stage out of (n, k)."""
-    tile_n, tile_k = spec.tile.n, spec.tile.k
+def weights_tensor(spec, pointer, n, k, num_groups, tile_n):
+    """The (n, k, group) tensor, and the tiler that cuts (tile_n, tile.k) out of (n, k)."""
+    tile_k = spec.tile.k
     n64, k64 = Int64(n), Int64(k)
     if spec.form == "dgrad" and spec.wide:
         k = cute.assume(k, divby=_SPAN)
@@ -42,11 +44,17 @@ def weights_tensor(spec, pointer, n, k, num_groups):
     return cute.make_tensor(pointer, cute.make_layout(shape, stride=stride)), tiler
 
 
-def weights_smem_layout(spec, dtype, stages):
-    """(tile.n, tile.k, stages): spans of the contiguous mode, one panel after the other."""
+def weights_smem_layout(spec, dtype, tile_n, stages):
+    """(tile_n, tile.k, stages): spans of the contiguous mode, one panel after the other."""
     if spec.form == "dgrad":
         kind, order = warpgroup.SmemLayoutAtomKind.K_SW128, (0, 1, 2)
     else:
         kind, order = warpgroup.SmemLayoutAtomKind.MN_SW128, (1, 0, 2)
     atom = warpgroup.make_smem_layout_atom(kind, dtype)
-    return cute.tile_to_shape(atom, (spec.tile.n, spec.tile.k, stages), order=order)
+    return cute.tile_to_shape(atom, (tile_n, spec.tile.k, stages), order=order)
+
+
+def tokens_smem_layout(dtype, box_rows, boxes, stages):
+    """(box_rows, K_TILE, boxes, stages): one box of rows after the other."""
+    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
+    return cute.tile_to_shape(atom, (box_rows, K_TILE, boxes, stages), order=(0, 1, 2, 3))

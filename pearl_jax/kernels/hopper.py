@@ -91,9 +91,11 @@ class HopperGroupedMatmul:
         stream: cuda.CUstream,
     ):
         weights, weights_tiler = forms.weights_tensor(
-            self.spec, rhs, n, k, rhs_batches * num_groups
+            self.spec, rhs, n, k, rhs_batches * num_groups, self.tile.n
         )
-        weights_smem = forms.weights_smem_layout(self.spec, self.dtype, self.weights_stages)
+        weights_smem = forms.weights_smem_layout(
+            self.spec, self.dtype, self.tile.n, self.weights_stages
+        )
         weights_atom, weights_tma = cpasync.make_tiled_tma_atom(
             cpasync.CopyBulkTensorTileG2SOp(),
             weights,
@@ -102,10 +104,8 @@ class HopperGroupedMatmul:
         )
 
         tokens = cute.make_tensor(lhs, cute.make_layout((lhs_batches * m, k), stride=(Int64(k), 1)))
-        tokens_smem = cute.tile_to_shape(
-            warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype),
-            (self.box_rows, K_TILE, self.tile.m // self.box_rows, self.tokens_stages),
-            order=(0, 1, 2, 3),
+        tokens_smem = forms.tokens_smem_layout(
+            self.dtype, self.box_rows, self.tile.m // self.box_rows, self.tokens_stages
         )
         load = cpasync.CopyBulkTensorTileG2SOp()
         if cutlass.const_expr(self.tile.cluster > 1):
@@ -219,6 +219,7 @@ class HopperGroupedMatmul:
             self.tile,
         )
         k_tiles = cute.ceil_div(k, K_TILE)
+        output = epilogue.Output(out, self.out_dtype, n)
 
         if warp < 4:
             cute.arch.setmaxregister_decrease(_PRODUCER_REGISTERS)
@@ -229,10 +230,10 @@ class HopperGroupedMatmul:
             elif warp == 1:
                 self.copy_tokens(scheduler, tokens_ring, tokens_atom, tokens, m, k_tiles)
             else:
-                self.write_zeros(scheduler, out, m, n, warp - 2)
+                epilogue.write_zeros(scheduler, output, warp - 2, 2)
         else:
             cute.arch.setmaxregister_increase(_CONSUMER_REGISTERS)
-            self.multiply(scheduler, weights_ring, tokens_ring, out, m, n, k_tiles)
+            self.multiply(scheduler, weights_ring, tokens_ring, output, k_tiles)
 
     @cute.jit
     def copy_weights(self, scheduler, ring, atom, weights, tiler, k_tiles):
@@ -303,28 +304,14 @@ class HopperGroupedMatmul:
         ring.drain(state)
 
     @cute.jit
-    def write_zeros(self, scheduler, out, m, n, warp):
-        row_bytes = n * (self.out_dtype.width // 8)
-        step = 2 * cute.arch.grid_dim()[0]
-        first = 2 * cute.arch.block_idx()[0] + warp
-        for batch in range(scheduler.num_batches):
-            bounds = scheduler.bounds(batch)
-            # Row i of those without a group: the owned rows in the middle are left out.
-            i = first
-            while i < m - (bounds.last - bounds.first):
-                row = i if i < bounds.first else i + (bounds.last - bounds.first)
-                epilogue.store_zero_row(out, row_bytes, Int64(batch) * m + row)
-                i += step
-
-    @cute.jit
-    def multiply(self, scheduler, weights_ring, tokens_ring, out, m, n, k_tiles):
+    def multiply(self, scheduler, weights_ring, tokens_ring, out, k_tiles):
         weights_state = weights_ring.consumer_state()
         tokens_state = tokens_ring.consumer_state()
         warp = cute.arch.warp_idx() - _WARPGROUP // 32
         chunk, tile, step = scheduler.start()
         chunk, work = scheduler.find(chunk, tile)
         while work.valid:
-            out_row = Int64(work.out_batch) * m + work.row
+            out_row = Int64(work.out_batch) * scheduler.m + work.row
             column = work.column + warp * 16
             for i in cutlass.range_constexpr(len(self.extents)):
                 least = self.extents[i - 1] if i else 0
@@ -337,9 +324,7 @@ class HopperGroupedMatmul:
                         tokens_state,
                         k_tiles,
                     )
-                    epilogue.store_accumulators(
-                        self.out_dtype, accumulators, out, out_row, work.rows, column, n
-                    )
+                    epilogue.store_accumulators(out, accumulators, out_row, work.rows, column)
             tile += step
             chunk, work = scheduler.find(chunk, tile)
 

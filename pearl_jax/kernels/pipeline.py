@@ -21,7 +21,7 @@ class Ring:
     """The stages of one operand, and their barriers: 16 bytes more for each stage."""
 
     barriers: cute.Pointer
-    smem: cute.Tensor  # the last mode counts the stages
+    smem: cute.Tensor | None  # the last mode counts the stages
     stages: int
     cluster: int = 1  # CTAs whose consumers read the stage
 
@@ -45,13 +45,25 @@ class Ring:
 
     def acquire(self, state, num_bytes):
         """Producer warp: waits until the stage is free, then announces num_bytes."""
+        self.wait_empty(state)
+        self.announce(state, num_bytes)
+
+    def wait_empty(self, state):
+        """Producer warp: waits until the stage is free."""
         cute.arch.mbarrier_wait(self._empty(state.index), state.phase)
+
+    def announce(self, state, num_bytes):
+        """Producer warp: the stage is full when so many bytes have been written."""
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(self._full(state.index), num_bytes)
 
     def full_barrier(self, state) -> cute.Pointer:
-        """What the copies of the stage complete on."""
+        """What the copies of the stage, or the products in it, complete on."""
         return self._full(state.index)
+
+    def empty_barrier(self, state) -> cute.Pointer:
+        """What the products that read the stage complete on."""
+        return self._empty(state.index)
 
     def wait(self, state):
         """Consumer warp: waits until the stage is full."""

@@ -2,9 +2,9 @@
 
 Work tiles are numbered by batch, group, column tile and, fastest, row tile, so that the
 row tiles of one group read the same weights at about the same time. A column tile here is
-one of each CTA of a cluster. Cluster c takes the tiles c, c + clusters, c + 2 clusters and
-so on. Every warp that needs the tiles walks by itself: its 32 lanes hold 32 groups at a
-time, and one ballot finds the group of a tile.
+one of each CTA, or pair of CTAs, of a cluster. Cluster c takes the tiles c, c + clusters,
+c + 2 clusters and so on. Every warp that needs the tiles walks by itself: its 32 lanes hold
+32 groups at a time, and one ballot finds the group of a tile.
 
 Negative sizes count as 0, and the sum is cut off at m.
 """
@@ -90,7 +90,10 @@ class Scheduler:
         return cute.ceil_div(self.n, self.tile.n * self.tile.cluster)
 
     def rank(self):
-        return cute.arch.block_idx_in_cluster() if self.tile.cluster > 1 else 0
+        """Which of the neighbouring column tiles of a cluster this CTA works on."""
+        if self.tile.cluster == 1:
+            return 0
+        return cute.arch.block_idx_in_cluster() // self.tile.ctas
 
     def _chunks_per_batch(self):
         return cute.ceil_div(self.num_sizes, _LANES)
@@ -181,8 +184,9 @@ class Scheduler:
     @cute.jit
     def start(self):
         """The first chunk, this cluster's first tile, and the step from one to the next."""
-        cluster = cute.arch.block_idx()[0] // self.tile.cluster
-        clusters = cute.arch.grid_dim()[0] // self.tile.cluster
+        ctas = self.tile.cluster * self.tile.ctas
+        cluster = cute.arch.block_idx()[0] // ctas
+        clusters = cute.arch.grid_dim()[0] // ctas
         if cutlass.const_expr(self.tile.m >= _EVEN_ROUNDS):
             num_tiles = self._num_tiles()
             rounds = cutlass.max(cute.ceil_div(num_tiles, clusters), 1)
