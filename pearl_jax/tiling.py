@@ -136,10 +136,12 @@ def _hopper_rules(tile):
 def _blackwell_rules(tile):
     yield tile.ctas in (1, 2), "ctas must be 1 or 2"
     if tile.rows_on_m:
-        rows, columns = ((64, 128), (64, 128, 192, 256)), ((128, 256), (128, 256))
-        rows, columns = (rows, columns)[tile.ctas - 1]
+        rows = (128, 256) if tile.ctas == 2 else (64, 128)
+        columns = (128, 256, 512) if tile.m == 256 else (64, 128, 192, 256)
+        if tile.ctas == 2 and tile.m == 128:
+            columns = (128, 256)
         yield tile.m in rows, f"with {tile.ctas} ctas and rows on M, m must be one of {rows}"
-        yield tile.n in columns, f"with {tile.ctas} ctas and rows on M, n must be one of {columns}"
+        yield tile.n in columns, f"for {tile.m} rows on M, n must be one of {columns}"
     else:
         rows = tuple(r for r in (16, 32, 64, 128, 192, 256) if r >= 16 * tile.ctas)
         yield tile.m in rows, f"with {tile.ctas} ctas, m must be one of {rows}"
@@ -179,6 +181,8 @@ def accumulator_columns(tile) -> int:
     """Columns of tensor memory that an accumulator takes."""
     if not tile.rows_on_m:
         return tile.m
+    if tile.n > 256:  # an accumulator for each half
+        return tile.n // 2
     # 64 rows of each CTA of a pair take half of the lanes, and two lanes share a row.
     return tile.n // 2 if tile.m == 64 * tile.ctas == 128 else tile.n
 

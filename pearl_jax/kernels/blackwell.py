@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
@@ -22,6 +24,18 @@ _DTYPES = {"bfloat16": BFloat16, "float16": Float16, "float32": Float32}
 _EPILOGUE_WARPS = 4  # each reads its quarter of the lanes of tensor memory
 _MULTIPLY_WARP, _COPY_WARP, _ZERO_WARP = 4, 5, 6
 _WARPS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class _Memory:
+    """What the products read and write: the rings, and their stages as operands."""
+
+    tokens_ring: Ring
+    weights_ring: Ring
+    accumulator_ring: Ring
+    tokens: tcgen05.Operand
+    weights: tcgen05.Operand
+    tensor_memory: Int32  # address of the first accumulator
 
 
 class BlackwellGroupedMatmul:
@@ -70,6 +84,10 @@ class BlackwellGroupedMatmul:
 
         size = self.dtype.width // 8
         self.tokens, self.columns = tile.m // tile.ctas, tile.n // tile.ctas  # of one CTA
+        # An instruction has at most 256 columns: wider tiles have two halves, with boxes of
+        # weights and an accumulator for each.
+        self.halves = 2 if tile.rows_on_m and tile.n > 256 else 1
+        self.box_columns = self.columns // self.halves
         # Tokens of one request. On M all are copied, by each CTA of a cluster its part;
         # on N only as many boxes as the rows need.
         self.box_rows = self.tokens // tile.cluster if tile.rows_on_m else max(16, self.tokens // 4)
@@ -97,10 +115,10 @@ class BlackwellGroupedMatmul:
         stream: cuda.CUstream,
     ):
         weights, weights_tiler = forms.weights_tensor(
-            self.spec, rhs, n, k, rhs_batches * num_groups, self.columns
+            self.spec, rhs, n, k, rhs_batches * num_groups, self.box_columns
         )
         weights_smem = forms.weights_smem_layout(
-            self.spec, self.dtype, self.columns, self.weights_stages
+            self.spec, self.dtype, self.box_columns, self.halves * self.weights_stages
         )
         weights_atom, weights_tma = cpasync.make_tiled_tma_atom(
             cpasync.CopyBulkTensorTileG2SOp(self.group),
@@ -241,9 +259,15 @@ class BlackwellGroupedMatmul:
             self.store(scheduler, accumulator_ring, tensor_memory, output, warp)
         elif warp == _MULTIPLY_WARP:
             if self.rank_in_pair() == 0:
-                self.multiply(
-                    scheduler, tokens_ring, weights_ring, accumulator_ring, tensor_memory, k_tiles
+                memory = _Memory(
+                    tokens_ring,
+                    weights_ring,
+                    accumulator_ring,
+                    tcgen05.operand(tokens_ring.smem, self.tokens, K_TILE, True),
+                    tcgen05.operand(weights_ring.smem, self.box_columns, self.tile.k, self.k_major),
+                    tensor_memory,
                 )
+                self.multiply(scheduler, memory, k_tiles)
         elif warp == _COPY_WARP:
             self.copy(
                 scheduler,
@@ -338,7 +362,7 @@ class BlackwellGroupedMatmul:
             )
             num_boxes = cute.ceil_div(tokens_of_cta, self.box_rows)
             tokens_bytes = self.tile.ctas * num_boxes * self.box_bytes
-            column_tile = work.column // self.columns + self.rank_in_pair()
+            column_box = work.column // self.box_columns + self.rank_in_pair()
             for i in cutlass.range(k_tiles, unroll=1):
                 opens = i % k_ratio == 0
                 num_bytes = tokens_bytes
@@ -359,12 +383,18 @@ class BlackwellGroupedMatmul:
                         **multicast,
                     )
                 if opens:
-                    cute.copy(
-                        weights_atom,
-                        weights_gmem[None, column_tile, i // k_ratio, work.group],
-                        weights_smem[None, weights_state.index],
-                        tma_bar_ptr=full,
-                    )
+                    for half in cutlass.range_constexpr(self.halves):
+                        cute.copy(
+                            weights_atom,
+                            weights_gmem[
+                                None,
+                                column_box + half * self.tile.ctas,
+                                i // k_ratio,
+                                work.group,
+                            ],
+                            weights_smem[None, self.halves * weights_state.index + half],
+                            tma_bar_ptr=full,
+                        )
                     weights_state.advance()
                 tokens_state.advance()
             tile += step
@@ -373,67 +403,112 @@ class BlackwellGroupedMatmul:
         weights_ring.drain(weights_state)
 
     @cute.jit
-    def multiply(
-        self, scheduler, tokens_ring, weights_ring, accumulator_ring, tensor_memory, k_tiles
-    ):
-        tokens = tcgen05.operand(tokens_ring.smem, self.tokens, K_TILE, True)
-        weights = tcgen05.operand(weights_ring.smem, self.columns, self.tile.k, self.k_major)
-        tokens_state = tokens_ring.consumer_state()
-        weights_state = weights_ring.consumer_state()
-        accumulator_state = accumulator_ring.producer_state()
+    def multiply(self, scheduler, memory, k_tiles):
+        tokens_state = memory.tokens_ring.consumer_state()
+        weights_state = memory.weights_ring.consumer_state()
+        state = memory.accumulator_ring.producer_state()
         chunk, tile, step = scheduler.start()
         chunk, work = scheduler.find(chunk, tile)
         while work.valid:
-            accumulator_ring.wait_empty(accumulator_state)
-            tcgen05.fence_after_sync()
-            accumulator = tensor_memory + accumulator_state.index * self.accumulator_step()
             instruction = self.instruction(self.extent(work.rows))
-            tokens_state, weights_state = self.multiply_tile(
-                tokens_ring,
-                weights_ring,
-                tokens_state,
-                weights_state,
-                tokens,
-                weights,
-                accumulator,
-                instruction,
-                k_tiles,
-            )
-            with cute.arch.elect_one():
-                self.commit_to_pair(accumulator_ring.full_barrier(accumulator_state))
-            accumulator_state.advance()
+            self.wait_for_accumulator(memory, state)
+            if cutlass.const_expr(self.halves == 1):
+                tokens_state, weights_state = self.multiply_k_tiles(
+                    memory,
+                    tokens_state,
+                    weights_state,
+                    {0: state},
+                    instruction,
+                    0,
+                    k_tiles,
+                    k_tiles,
+                )
+                state.advance()
+            else:
+                # While the right half of the tile before is still being stored, the left
+                # half starts with the K tiles of half a ring and holds their stages.
+                other = state.clone()
+                other.advance()
+                held = cutlass.min(k_tiles, self.tokens_stages // 2)
+                self.multiply_k_tiles(
+                    memory,
+                    tokens_state.clone(),
+                    weights_state.clone(),
+                    {0: state},
+                    instruction,
+                    0,
+                    held,
+                    k_tiles,
+                    hold=True,
+                )
+                self.wait_for_accumulator(memory, other)
+                tokens_state, weights_state = self.multiply_k_tiles(
+                    memory, tokens_state, weights_state, {1: other}, instruction, 0, held, k_tiles
+                )
+                tokens_state, weights_state = self.multiply_k_tiles(
+                    memory,
+                    tokens_state,
+                    weights_state,
+                    {0: state, 1: other},
+                    instruction,
+                    held,
+                    k_tiles,
+                    k_tiles,
+                )
+                state.advance()
+                state.advance()
             tile += step
             chunk, work = scheduler.find(chunk, tile)
 
+    def wait_for_accumulator(self, memory, state):
+        memory.accumulator_ring.wait_empty(state)
+        tcgen05.fence_after_sync()
+
     @cute.jit
-    def multiply_tile(
+    def multiply_k_tiles(
         self,
-        tokens_ring,
-        weights_ring,
+        memory,
         tokens_state,
         weights_state,
-        tokens,
-        weights,
-        accumulator,
+        accumulators: cutlass.Constexpr,
         instruction,
+        first,
+        last,
         k_tiles,
+        hold: cutlass.Constexpr = False,
     ):
+        """Products of K tiles [first, last) of k_tiles, into accumulators {half: state}.
+
+        hold: the stages are not released, as another half still needs them.
+        """
+        tokens_ring, weights_ring = memory.tokens_ring, memory.weights_ring
         k_ratio = self.tile.k // K_TILE
-        for i in cutlass.range(k_tiles, unroll=1):
+        for i in cutlass.range(first, last, unroll=1):
             tokens_ring.wait(tokens_state)
             closes = i % k_ratio == k_ratio - 1 or i == k_tiles - 1
             with cute.arch.elect_one():
-                for j in range(K_TILE * self.dtype.width // 8 // tcgen05.INSTRUCTION_BYTES):
-                    t = tokens.descriptor(tokens_state.index, 0, j)
-                    w = weights.descriptor(weights_state.index, i % k_ratio, j)
-                    a, b = (t, w) if self.tile.rows_on_m else (w, t)
-                    accumulate = Boolean(i > 0) if j == 0 else Boolean(True)
-                    tcgen05.multiply(
-                        self.dtype, self.tile.ctas, accumulator, a, b, instruction, accumulate
-                    )
-                self.commit_to_cluster(tokens_ring.empty_barrier(tokens_state))
-                if closes:
-                    self.commit_to_pair(weights_ring.empty_barrier(weights_state))
+                for half, state in accumulators.items():
+                    for j in range(K_TILE * self.dtype.width // 8 // tcgen05.INSTRUCTION_BYTES):
+                        t = memory.tokens.descriptor(tokens_state.index, 0, j)
+                        w = memory.weights.descriptor(
+                            self.halves * weights_state.index + half, i % k_ratio, j
+                        )
+                        a, b = (t, w) if self.tile.rows_on_m else (w, t)
+                        tcgen05.multiply(
+                            self.dtype,
+                            self.tile.ctas,
+                            memory.tensor_memory + state.index * self.accumulator_step(),
+                            a,
+                            b,
+                            instruction,
+                            Boolean(i > 0) if j == 0 else Boolean(True),
+                        )
+                    if i == k_tiles - 1:
+                        self.commit_to_pair(memory.accumulator_ring.full_barrier(state))
+                if cutlass.const_expr(not hold):
+                    self.commit_to_cluster(tokens_ring.empty_barrier(tokens_state))
+                    if closes:
+                        self.commit_to_pair(weights_ring.empty_barrier(weights_state))
             tokens_state.advance()
             if closes:
                 weights_state.advance()
@@ -443,7 +518,9 @@ class BlackwellGroupedMatmul:
         """The descriptor of products that cover so many tokens."""
         tile, k_major = self.tile, self.k_major
         if tile.rows_on_m:
-            return tcgen05.instruction_descriptor(self.dtype, tile.m, tile.n, True, k_major)
+            return tcgen05.instruction_descriptor(
+                self.dtype, tile.m, tile.n // self.halves, True, k_major
+            )
         return tcgen05.instruction_descriptor(self.dtype, tile.n, extent, k_major, True)
 
     def commit_to_pair(self, barrier):
@@ -471,30 +548,35 @@ class BlackwellGroupedMatmul:
         chunk, tile, step = scheduler.start()
         chunk, work = scheduler.find(chunk, tile)
         while work.valid:
-            ring.wait(state)
-            tcgen05.fence_after_sync()
-            accumulator = tensor_memory + state.index * self.accumulator_step() + (warp << 21)
             first_row = Int64(work.out_batch) * scheduler.m + work.row
-            if cutlass.const_expr(self.tile.rows_on_m):
-                self.store_tokens_along_m(ring, state, accumulator, out, work, first_row, warp)
-            else:
-                self.store_tokens_along_n(ring, state, accumulator, out, work, first_row, warp)
-            state.advance()
+            for half in cutlass.range_constexpr(self.halves):
+                ring.wait(state)
+                tcgen05.fence_after_sync()
+                accumulator = tensor_memory + state.index * self.accumulator_step() + (warp << 21)
+                if cutlass.const_expr(self.tile.rows_on_m):
+                    column = work.column + half * (self.tile.n // self.halves)
+                    self.store_tokens_along_m(
+                        ring, state, accumulator, out, first_row, work.rows, column, warp
+                    )
+                else:
+                    self.store_tokens_along_n(
+                        ring, state, accumulator, out, first_row, work.rows, work.column, warp
+                    )
+                state.advance()
             tile += step
             chunk, work = scheduler.find(chunk, tile)
 
     @cute.jit
-    def store_tokens_along_m(self, ring, state, accumulator, out, work, first_row, warp):
+    def store_tokens_along_m(self, ring, state, accumulator, out, first_row, rows, column, warp):
         # 16 lanes at a time; a warp has 32, or 16 of an accumulator of 64 lanes.
         lanes = tiling.lanes(self.tile)
         groups = 1 if lanes == 64 else 2
         columns = tiling.accumulator_columns(self.tile)
         token = 16 * groups * warp + self.rank_in_pair() * self.tokens
-        first_column = work.column
-        if cutlass.const_expr(columns < self.tile.n):
+        if cutlass.const_expr(columns < self.tile.n // self.halves):
             # 64 tokens of each CTA: the right half of the columns is in lanes 64 to 127.
             token = 32 * (warp % 2) + self.rank_in_pair() * self.tokens
-            first_column += warp // 2 * columns
+            column += warp // 2 * columns
         num_blocks = columns // 64
         for i in cutlass.range(num_blocks, unroll=1):
             values = tcgen05.load([accumulator + (g << 20) + 64 * i for g in range(groups)], 8)
@@ -503,19 +585,19 @@ class BlackwellGroupedMatmul:
             for g in cutlass.range_constexpr(groups):
                 at = token + 16 * g
                 epilogue.store_tokens_along_m(
-                    out, values[g], first_row + at, work.rows - at, first_column + 64 * i
+                    out, values[g], first_row + at, rows - at, column + 64 * i
                 )
 
     @cute.jit
-    def store_tokens_along_n(self, ring, state, accumulator, out, work, first_row, warp):
-        first_column = work.column + self.rank_in_pair() * self.columns + 32 * warp
-        num_blocks = cute.ceil_div(work.rows, epilogue.TOKENS)
+    def store_tokens_along_n(self, ring, state, accumulator, out, first_row, rows, column, warp):
+        column += self.rank_in_pair() * self.columns + 32 * warp
+        num_blocks = cute.ceil_div(rows, epilogue.TOKENS)
         for i in cutlass.range(num_blocks, unroll=1):
             at = epilogue.TOKENS * i
             values = tcgen05.load([accumulator + at, accumulator + (1 << 20) + at], 2)
             if i == num_blocks - 1:
                 self.release_accumulator(ring, state)
-            epilogue.store_tokens_along_n(out, values, first_row + at, work.rows - at, first_column)
+            epilogue.store_tokens_along_n(out, values, first_row + at, rows - at, column)
 
     def release_accumulator(self, ring, state):
         tcgen05.fence_before_sync()
