@@ -2,6 +2,7 @@
 
 import importlib
 
+from pearl_jax import expert_parallel as expert_parallel
 from pearl_jax import moe as moe
 from pearl_jax import routing as routing
 from pearl_jax.grouped_matmul import check_group_sizes as check_group_sizes

@@ -145,17 +145,15 @@ _ACTIVATIONS: dict[str, Callable] = {
 }
 
 
-def expert_mlp(rows, group_sizes, weights: ExpertWeights, activation, contraction, **groups):
+def expert_mlp(rows, group_sizes, weights: ExpertWeights, activation, contraction):
     """Rows (r, d) sorted by expert -> (r, d), the MLP of each row's expert.
 
-    Rows of no expert in weights are exactly 0. All that happens between the contractions
+    Rows of no expert are exactly 0. All that happens between the contractions
     and after them happens here and in combine: what a fused epilogue would replace.
 
-    Args:
-      contraction: called as contraction(lhs, rhs, group_sizes, **groups), like grouped_matmul.
-      **groups: group_offset, where weights hold only some of the experts.
+    contraction is called as contraction(lhs, rhs, group_sizes), like grouped_matmul.
     """
-    product = functools.partial(contraction, group_sizes=group_sizes, **groups)
+    product = functools.partial(contraction, group_sizes=group_sizes)
 
     def add_bias(rows, bias):
         # As a product with a column of ones its gradient is a sum in a fixed order.
@@ -187,15 +185,47 @@ def apply_experts(
     Every token gets all its experts, whatever their load. Also returned are
     tokens_per_expert and dropped, as in MoEOutput.
     """
-    permutation = sort_by_expert(routing.experts, weights.gate_up.shape[0])
-    rows, pair_weights = dispatch(tokens, permutation), routing.weights
+    out, group_sizes = apply_local_experts(
+        tokens,
+        routing.experts,
+        routing.weights,
+        weights,
+        activation=activation,
+        weight_input=weight_input,
+        contraction=contraction,
+    )
+    return out, group_sizes, jnp.int32(0)
+
+
+def apply_local_experts(
+    tokens,
+    experts,
+    expert_weights,
+    weights: ExpertWeights,
+    *,
+    max_rows=None,
+    activation=Activation(),
+    weight_input=False,
+    contraction=grouped_matmul,
+):
+    """What the experts in weights add to each token: (t, d) float32, and their (e,) sizes.
+
+    Args:
+      tokens: (t, d).
+      experts, expert_weights: (t, top_k) as in Routing, with numbers of the e experts in
+        weights, and e for all others.
+      max_rows: room for that many rows, the pairs of a token and an expert; those past it
+        are left out, though the sizes count them. By default there is room for all.
+    """
+    permutation = sort_by_expert(experts, weights.gate_up.shape[0])
+    permutation = permutation._replace(order=permutation.order[:max_rows])
+    rows = dispatch(tokens, permutation)
     if weight_input:
-        row_weights = to_rows(pair_weights, permutation)
+        row_weights = to_rows(expert_weights, permutation)
         rows = (rows.astype(jnp.float32) * row_weights[:, None]).astype(rows.dtype)
-        pair_weights = jnp.ones_like(pair_weights)
+        expert_weights = jnp.ones_like(expert_weights)
     rows = expert_mlp(rows, permutation.group_sizes, weights, activation, contraction)
-    out = combine(rows, pair_weights, permutation)
-    return out, permutation.group_sizes, jnp.int32(0)
+    return combine(rows, expert_weights, permutation), permutation.group_sizes
 
 
 def moe(

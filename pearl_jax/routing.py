@@ -226,7 +226,9 @@ def update_selection_bias(selection_bias, tokens_per_expert, rate):
 
 def tokens_per_expert(experts, num_experts):
     """How many of experts (t, top_k) each expert has: (e,) int32; masked tokens count nowhere."""
-    return jnp.bincount(experts.ravel(), length=num_experts + 1)[:-1].astype(jnp.int32)
+    # Compared, not counted by a scatter: a mesh may shard the tokens in any way.
+    same = experts[:, :, None] == jnp.arange(num_experts)
+    return jnp.sum(same, axis=(0, 1), dtype=jnp.int32)
 
 
 def token_mask(routing: Routing):
@@ -242,11 +244,15 @@ def _sum(values, axis_name):
 
 
 class Permutation(NamedTuple):
-    """The r = t * top_k pairs of a token and one of its experts, as rows sorted by expert.
+    """The t * top_k pairs of a token and one of its experts, as r rows sorted by expert.
+
+    Not all pairs need have a row, nor all rows a pair: what has none is 0 on the other
+    side. So a Permutation also says which rows there is room for.
 
     Attributes:
-      order: (r,) int32, the pair of each row; pair p is choice p % top_k of token p // top_k.
-      inverse: (t, top_k) int32, the row of each pair.
+      order: (r,) int32, the pair of each row; pair p is choice p % top_k of token p // top_k,
+        and t * top_k is none.
+      inverse: (t, top_k) int32, the row of each pair; r and above is none.
       group_sizes: (e,) int32; the rows of masked tokens come after them all.
     """
 
@@ -294,17 +300,21 @@ def combine(rows, weights, permutation: Permutation):
 
 @jax.custom_vjp
 def _to_rows(pairs, order, inverse):
-    return pairs.reshape(order.shape + pairs.shape[2:])[order]
+    return _take(pairs.reshape(inverse.size, *pairs.shape[2:]), order)
 
 
 @jax.custom_vjp
 def _to_pairs(rows, order, inverse):
-    return rows[inverse]
+    return _take(rows, inverse)
 
 
 @jax.custom_vjp
 def _gather_tokens(tokens, order, inverse):
-    return tokens[order // inverse.shape[1]]
+    return _take(tokens, order // inverse.shape[1])
+
+
+def _take(x, index):
+    return x.at[index].get(mode="fill", fill_value=0)
 
 
 def _sum_pairs(ct, order, inverse):

@@ -53,6 +53,22 @@ def vary_alike(*arrays):
     return [cast(x) for x in arrays]
 
 
+def place(x, mesh, spec):
+    """x sharded by spec along the Explicit axes of mesh; others are the compiler's to choose."""
+    explicit = {a for a, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Explicit}
+    if not explicit:
+        return x
+    axes = _axes(NamedSharding(mesh, spec), x.ndim)
+    spec = P(*(tuple(a for a in entry if a in explicit) or None for entry in axes))
+    return jax.sharding.reshard(x, NamedSharding(mesh, spec))
+
+
+def place_like(x, other):
+    """x with the Explicit axes of the array other."""
+    kind = jax.typeof(other).sharding
+    return x if kind.mesh.empty else place(x, kind.mesh, kind.spec)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Factors:
     """Names of the axes of lhs, rhs, group_sizes, group_offset and the output."""
