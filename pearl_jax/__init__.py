@@ -17,6 +17,6 @@ __version__ = "0.1.0"
 
 def __getattr__(name):
     # What needs Flax is imported when it is used.
-    if name == "nn":
-        return importlib.import_module("pearl_jax.nn")
+    if name in ("hf", "nn"):
+        return importlib.import_module(f"pearl_jax.{name}")
     raise AttributeError(f"module 'pearl_jax' has no attribute {name!r}")

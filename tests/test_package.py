@@ -32,7 +32,7 @@ def test_import_jax_40888_cutlass_3083():
 
         class Block:
             def find_spec(self, name, path=None, target=None):
-                if name.partition(".")[0] in ("cutlass", "flax"):
+                if name.partition(".")[0] in ("cutlass", "flax", "safetensors"):
                     raise ModuleNotFoundError(name, name=name.partition(".")[0])
 
         sys.meta_path.insert(0, Block())
@@ -45,7 +45,8 @@ def test_import_jax_40888_cutlass_3083():
             try:
                 importlib.import_module(module.name)
             except ModuleNotFoundError as e:
-                assert (module.name, e.name) == ("pearl_jax.nn", "flax"), (module.name, e)
+                assert module.name in ("pearl_jax.hf", "pearl_jax.nn"), module.name
+                assert e.name == "flax" and "pip install" in str(e), e
         y = pearl_jax.grouped_matmul(jnp.ones((3, 2)), jnp.ones((2, 2, 1)), jnp.array([1, 2]))
         print(y.sum(), *(m for m in sys.modules if m.startswith("pearl_jax.")))
     """
@@ -58,7 +59,7 @@ def test_docstrings_run_tokamax_980():
     """tokamax PR#980: no documentation. All examples in the docstrings run as printed."""
     parser, runner, found = doctest.DocTestParser(), doctest.DocTestRunner(), []
     for name, module in sorted(sys.modules.items()):
-        if not name.startswith("pearl_jax.") or name.startswith("pearl_jax.nn"):
+        if not name.startswith("pearl_jax.") or name.startswith(("pearl_jax.hf", "pearl_jax.nn")):
             continue
         # Strings of the source, so that those of module constants are among them.
         for node in ast.walk(ast.parse(inspect.getsource(module))):
