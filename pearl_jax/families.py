@@ -428,9 +428,9 @@ def moe_layers(config: Mapping[str, Any]) -> list[int]:
     [1, 2, 3]
     """
     keys = Config(config)
-    if kinds := keys.get("mlp_layer_types"):
+    if (kinds := keys.get("mlp_layer_types")) is not None:
         return [i for i, kind in enumerate(kinds) if kind != "dense"]
-    if listed := keys.get("moe_layers"):
+    if (listed := keys.get("moe_layers")) is not None:
         return sorted(listed)
     frequency = keys.get("moe_layer_freq", 1)
     if not isinstance(frequency, int):

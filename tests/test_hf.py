@@ -14,10 +14,13 @@ import numpy as np
 import pytest
 from data.hf_moe_golden import CASES
 from flax import nnx
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import save_file
 
 from pearl_jax import families, hf, nn
+from pearl_jax.expert_parallel import ExpertParallel
+from pearl_jax.routing import RouterConfig
 
 with np.load(pathlib.Path(__file__).parent / "data" / "hf_moe_golden.npz") as arrays:
     GOLDEN = dict(arrays)
@@ -314,6 +317,37 @@ def test_configs_that_are_not_understood(change, message):
     assert hf.layer_arguments(CONFIGS["mixtral"] | {"num_experts": 8})
 
 
+@pytest.mark.parametrize(
+    ("model_type", "want", "limit"),
+    [
+        ("mixtral", RouterConfig(64, 8), None),
+        ("qwen3_moe", RouterConfig(64, 8, normalize=False), None),
+        ("qwen3_next", RouterConfig(64, 8), None),
+        ("deepseek_v3", RouterConfig(64, 8, "sigmoid", True, 2.5, 8, 4), None),
+        ("glm4_moe", RouterConfig(64, 8, "sigmoid"), None),
+        ("glm_moe_dsa", RouterConfig(64, 8, "sigmoid", scaling_factor=2.5), None),
+        ("minimax_m2", RouterConfig(64, 8, "sigmoid"), None),
+        ("gpt_oss", RouterConfig(64, 8, "topk_softmax"), 7.0),
+        ("llama4", RouterConfig(64, 8, "sigmoid", False, weight_input=True), None),
+        ("deepseek_v4", RouterConfig(64, 8, "sqrt_softplus", scaling_factor=1.5), 10.0),
+    ],
+)
+def test_defaults_of_transformers(model_type, want, limit):
+    """What the config classes assume where config.json has no key, or null."""
+    config = {
+        "model_type": model_type,
+        "hidden_size": 16,
+        "intermediate_size": 12,
+        "moe_intermediate_size": 12,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "n_group": None,
+    }
+    arguments = hf.layer_arguments(config)
+    assert arguments["router"] == want
+    assert arguments["activation"].limit == limit
+
+
 def test_names_of_whole_models():
     config, tensors = CONFIGS["llama4"], fused("llama4")
     want = hf.load_layer(config, tensors)
@@ -402,6 +436,7 @@ def test_sizes_of_real_models_inference_sim_1690(name):
         ({"mlp_layer_types": ["dense", "sparse", "dense", "sparse"]}, [1, 3]),
         ({"mlp_layer_types": ["hash_moe", "moe", "moe"]}, [0, 1, 2]),
         ({"moe_layers": [3, 1]}, [1, 3]),
+        ({"moe_layers": []}, []),
         ({"first_k_dense_replace": 2, "moe_layer_freq": 2}, [2, 4]),
         ({"moe_layer_freq": [0, 1, 0, 1, 1]}, [1, 3, 4]),
         ({"decoder_sparse_step": 2, "mlp_only_layers": [3]}, [1, 5]),
@@ -435,14 +470,15 @@ class CountedArray:
 
 
 @pytest.mark.parametrize("form", ["fused", "per_expert"])
-def test_a_mesh_gets_its_experts_only(form, monkeypatch):
+@pytest.mark.parametrize("data", [1, 2])
+def test_a_mesh_gets_its_experts_only(form, data, monkeypatch):
     """Each device is given its own experts, read once; no array ever has all of them."""
     config, tensors = CONFIGS["deepseek_v3"], fused("deepseek_v3")
     want = hf.load_layer(config, tensors)
     if form == "per_expert":
         tensors = per_expert("deepseek_v3", tensors)
     counted = Counted(tensors)
-    mesh = jax.make_mesh((4,), ("expert",), devices=jax.devices()[:4])
+    mesh = jax.make_mesh((data, 4), ("data", "expert"), devices=jax.devices()[: 4 * data])
     made, empty = [], np.empty
     monkeypatch.setattr(np, "empty", lambda s, dtype=float: made.append(s) or empty(s, dtype))
     layer = hf.load_layer(config, counted, layer=3 if form == "per_expert" else None, mesh=mesh)
@@ -467,11 +503,17 @@ def test_a_mesh_gets_its_experts_only(form, monkeypatch):
 def test_a_mesh_of_experts_and_tensor():
     config, tensors = CONFIGS["gpt_oss"], fused("gpt_oss")
     want = hf.load_layer(config, tensors)
-    mesh = jax.make_mesh((4, 2), ("expert", "tensor"))
-    layer = hf.load_layer(config, tensors, mesh=mesh)
+    mesh = jax.make_mesh((2, 2, 2), ("expert", "tensor", "fsdp"))
+    parallel = ExpertParallel(mesh)
+    layer = hf.load_layer(config, tensors, mesh=mesh, parallel=parallel)
     assert_equal_layers(layer, want)
-    assert layer.gate_up.sharding.spec == P("expert", None, None, "tensor")
-    assert layer.down.sharding.spec == P("expert", "tensor", None)
+    specs = parallel.weight_specs
+    weights = layer.weights().experts
+    assert specs.gate_up == P("expert", "fsdp", None, "tensor")
+    for spec, array in zip(specs, weights):
+        assert array.sharding.is_equivalent_to(NamedSharding(mesh, spec), array.ndim)
+    x = GOLDEN["gpt_oss/x"]
+    assert relative_error(call(layer, x), call(want, x)) < 1e-6
     # Any other names, by the rules of Flax.
     mesh = jax.make_mesh((4, 2), ("ep", "rows"))
     with nnx.logical_axis_rules([("expert", "ep"), ("embed", "rows"), ("mlp", None)]):
