@@ -19,10 +19,17 @@ from jax import lax
 
 from pearl_jax import sharding
 
-_SCORES = {
-    "softmax": jax.nn.softmax,
-    "sigmoid": jax.nn.sigmoid,
-    "sqrt_softplus": lambda logits: jnp.sqrt(jax.nn.softplus(logits)),
+
+def _log_softplus(x):
+    # Below -15, where softplus(x) is exp(x) in float32 and soon after underflows, it is x.
+    return jnp.where(x < -15, x, jnp.log(jax.nn.softplus(jnp.maximum(x, -15))))
+
+
+# Logarithms, as the scores of all chosen experts may underflow, but their ratios do not.
+_LOG_SCORES = {
+    "softmax": jax.nn.log_softmax,
+    "sigmoid": jax.nn.log_sigmoid,
+    "sqrt_softplus": lambda logits: 0.5 * _log_softplus(logits),
 }
 
 
@@ -33,10 +40,10 @@ class RouterConfig:
     Attributes:
       num_experts: e.
       top_k: experts of one token.
-      score: of all e logits of a token: "softmax" (Mixtral, Qwen3, Gemma-4), "sigmoid"
-        (DeepSeek-V3, GLM, Kimi, MiniMax, Llama-4) or "sqrt_softplus" (DeepSeek-V4); or
-        "topk_softmax", the softmax of the chosen logits alone (gpt-oss).
-      normalize: weights are divided by their sum over the chosen experts.
+      score: of all e logits of a token: "softmax" (Mixtral, Qwen3, Gemma-4, gpt-oss),
+        "sigmoid" (DeepSeek-V3, GLM, Kimi, MiniMax, Llama-4) or "sqrt_softplus" (DeepSeek-V4).
+      normalize: weights are divided by their sum over the chosen experts; with "softmax"
+        they are the softmax of the chosen logits alone.
       scaling_factor: of the weights, after that.
       num_groups, top_k_groups: experts in num_groups equal groups; only the top_k_groups
         groups with the largest sum of their two best scores take part (DeepSeek-V3).
@@ -53,10 +60,9 @@ class RouterConfig:
     weight_input: bool = False
 
     def __post_init__(self):
-        scores = [*_SCORES, "topk_softmax"]
         groups = self.num_groups
         for ok, rule in (
-            (self.score in scores, f"score is one of {scores}"),
+            (self.score in _LOG_SCORES, f"score is one of {[*_LOG_SCORES]}"),
             (self.num_experts >= 1, "num_experts is at least 1"),
             (1 <= self.top_k <= self.num_experts, "top_k is between 1 and num_experts"),
             (groups >= 1 and self.num_experts % groups == 0, "num_groups divides num_experts"),
@@ -108,51 +114,52 @@ def route(
       token_mask: (t,) bool, False for padding.
 
     Raises:
+      TypeError: an argument has the wrong dtype.
       ValueError: shapes do not fit.
     """
+    if logits.ndim != 2:
+        raise ValueError(f"route: logits must be (t, e), got {logits.shape}")
     t, e = logits.shape[0], config.num_experts
-    for name, x, shape in (
-        ("logits", logits, (t, e)),
-        ("selection_bias", selection_bias, (e,)),
-        ("experts", experts, (t, config.top_k)),
-        ("expert_scale", expert_scale, (e,)),
-        ("token_mask", token_mask, (t,)),
+    for name, x, shape, kind in (
+        ("logits", logits, (t, e), jnp.floating),
+        ("selection_bias", selection_bias, (e,), jnp.floating),
+        ("experts", experts, (t, config.top_k), jnp.integer),
+        ("expert_scale", expert_scale, (e,), jnp.floating),
+        ("token_mask", token_mask, (t,), jnp.bool_),
     ):
         if x is not None and x.shape != shape:
             raise ValueError(
                 f"route: {name} must be {shape} with {t} tokens and {config}, got {x.shape}"
             )
+        if x is not None and not jnp.issubdtype(x.dtype, kind):
+            raise TypeError(f"route: {name} must be of type {kind.__name__}, got {x.dtype}")
 
     logits = logits.astype(jnp.float32)
     if token_mask is not None:
         logits = jnp.where(token_mask[:, None], logits, 0)  # whatever padding holds
-    all_scores = logits if config.score == "topk_softmax" else _SCORES[config.score](logits)
+    log_scores = _LOG_SCORES[config.score](logits)
     if experts is None:
-        experts = _choose(all_scores, selection_bias, config)
+        experts = _choose(logits, log_scores, selection_bias, config)
     experts = experts.astype(jnp.int32)
 
-    weights = jnp.take_along_axis(all_scores, experts, axis=-1)
-    if config.score == "topk_softmax":
-        weights = jax.nn.softmax(weights)
-    elif config.normalize:
-        weights /= jnp.sum(weights, axis=-1, keepdims=True) + 1e-20  # all may underflow to 0
+    chosen = _pick(log_scores, experts)
+    weights = jax.nn.softmax(chosen) if config.normalize else jnp.exp(chosen)
     weights *= config.scaling_factor
     if expert_scale is not None:
-        weights *= expert_scale.astype(jnp.float32)[experts]
+        scale = jnp.broadcast_to(expert_scale.astype(jnp.float32), logits.shape)
+        weights *= _pick(scale, experts)
     if token_mask is not None:
         experts = jnp.where(token_mask[:, None], experts, e)
         weights = jnp.where(token_mask[:, None], weights, 0)
-
-    if config.score in ("softmax", "topk_softmax"):
-        scores = jax.nn.softmax(logits)
-    else:
-        scores = all_scores / (jnp.sum(all_scores, axis=-1, keepdims=True) + 1e-20)
-    return Routing(experts, weights, scores, logits)
+    return Routing(experts, weights, jax.nn.softmax(log_scores), logits)
 
 
-def _choose(scores, selection_bias, config):
+def _choose(logits, log_scores, selection_bias, config):
     """(t, e) -> the top_k experts of each token, those of the best groups only."""
-    scores = lax.stop_gradient(scores)
+    # Where only the order counts, logits still tell apart scores that are both 1.
+    scores = lax.stop_gradient(logits)
+    if selection_bias is not None or config.num_groups > 1:
+        scores = jnp.exp(lax.stop_gradient(log_scores))
     if selection_bias is not None:
         scores = scores + lax.stop_gradient(selection_bias).astype(jnp.float32)
     if config.num_groups > 1:
@@ -165,9 +172,42 @@ def _choose(scores, selection_bias, config):
     return lax.top_k(scores, config.top_k)[1]
 
 
+def _pick(values, experts) -> jax.Array:
+    """Values (t, e), experts (t, top_k) -> (t, top_k), the values of these experts."""
+    values, experts = sharding.vary_alike(values, experts)
+    return _gather(values.shape[1], values, experts)  # type: ignore[return-value]
+
+
+def _spread(values, experts, num_experts):
+    """Values and experts (t, top_k) -> (t, num_experts), the values of each expert summed.
+
+    Without a scatter, which is slow, and adds in no fixed order where a token has an
+    expert twice.
+    """
+    numbers = jnp.arange(num_experts)
+    return sum(
+        jnp.where(experts[:, i, None] == numbers, values[:, i, None], 0)
+        for i in range(experts.shape[1])
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gather(num_experts, values, experts):
+    return jnp.take_along_axis(values, experts, axis=1)
+
+
+_gather.defvjp(
+    lambda num_experts, values, experts: (_gather(num_experts, values, experts), experts),
+    lambda num_experts, experts, ct: (_spread(ct, experts, num_experts), None),
+)
+
+
 def jitter(tokens, eps, key):
-    """Tokens (t, d) times uniform noise from [1 - eps, 1 + eps], for the router while training."""
-    return tokens * jax.random.uniform(key, tokens.shape, tokens.dtype, 1 - eps, 1 + eps)
+    """Tokens (t, d) -> (t, d) float32, times uniform noise from [1 - eps, 1 + eps].
+
+    For the router while training (Switch Transformers, arXiv:2101.03961, section 2.2).
+    """
+    return tokens * jax.random.uniform(key, tokens.shape, jnp.float32, 1 - eps, 1 + eps)
 
 
 def project(tokens, kernel, bias=None):
@@ -227,8 +267,8 @@ def update_selection_bias(selection_bias, tokens_per_expert, rate):
 def tokens_per_expert(experts, num_experts):
     """How many of experts (t, top_k) each expert has: (e,) int32; masked tokens count nowhere."""
     # Compared, not counted by a scatter: a mesh may shard the tokens in any way.
-    same = experts[:, :, None] == jnp.arange(num_experts)
-    return jnp.sum(same, axis=(0, 1), dtype=jnp.int32)
+    ones = jnp.ones(experts.shape, jnp.int32)
+    return jnp.sum(_spread(ones, experts, num_experts), axis=0, dtype=jnp.int32)
 
 
 def token_mask(routing: Routing):
