@@ -249,7 +249,6 @@ FAMILIES = {
             )
         },
         intermediate="intermediate_size",
-        score="topk_softmax",
         activation="gpt_oss",
         defaults={"swiglu_limit": 7.0},
     ),

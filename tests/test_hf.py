@@ -327,7 +327,7 @@ def test_configs_that_are_not_understood(change, message):
         ("glm4_moe", RouterConfig(64, 8, "sigmoid"), None),
         ("glm_moe_dsa", RouterConfig(64, 8, "sigmoid", scaling_factor=2.5), None),
         ("minimax_m2", RouterConfig(64, 8, "sigmoid"), None),
-        ("gpt_oss", RouterConfig(64, 8, "topk_softmax"), 7.0),
+        ("gpt_oss", RouterConfig(64, 8), 7.0),
         ("llama4", RouterConfig(64, 8, "sigmoid", False, weight_input=True), None),
         ("deepseek_v4", RouterConfig(64, 8, "sqrt_softplus", scaling_factor=1.5), 10.0),
     ],
