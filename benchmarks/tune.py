@@ -32,7 +32,7 @@ def run_case(case, shape, layout, rows, groupings, rounds) -> list[float]:
     for mean in rows:
         m = shape.g * mean
         problem = peers.Problem(shape, peers.random_lhs(m, shape.k), weights)
-        chosen = tiling.choose_kernel_tile(ARCH, form, m, shape.g)
+        chosen = tiling.choose_kernel_tile(ARCH, form, m, shape.n, shape.g)
         candidates = {tile: peers.pearl(problem, layout, tile) for tile in tiles}
         for grouping in gpu.groupings_of(mean, groupings):
             sizes = shapes.GROUPINGS[grouping](m, shape.g)

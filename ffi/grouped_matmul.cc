@@ -165,10 +165,14 @@ ffi::Error Execute(CUstream stream, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs,
     return fail(ffi::ErrorCode::kInvalidArgument,
                 "rows, columns and groups of all batches together must be 1 to 2^31 - 1");
   }
-  for (const void* data : {lhs.untyped_data(), rhs.untyped_data(), out->untyped_data()}) {
-    if (reinterpret_cast<uintptr_t>(data) % 16) {
-      return fail(ffi::ErrorCode::kInvalidArgument, "a buffer is not aligned to 16 bytes");
-    }
+  auto misaligned = [](const void* data, int bytes) {
+    return reinterpret_cast<uintptr_t>(data) % bytes != 0;
+  };
+  if (misaligned(lhs.untyped_data(), 16) || misaligned(rhs.untyped_data(), 16)) {
+    return fail(ffi::ErrorCode::kInvalidArgument, "an operand is not aligned to 16 bytes");
+  }
+  if (misaligned(out->untyped_data(), 32)) {
+    return fail(ffi::ErrorCode::kInvalidArgument, "the result is not aligned to 32 bytes");
   }
 
   LaunchArguments arguments{

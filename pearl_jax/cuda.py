@@ -18,7 +18,8 @@ from pearl_jax import library, reference, tiling
 
 _log = logging.getLogger(__name__)
 
-_ARCH = "sm_90a"
+# The compilation target for each member of the attribute "kernels".
+_ARCHS = {"sm_90": "sm_90a", "sm_100": "sm_100f"}
 
 _ALIGNMENT = 8  # elements: the copy engine wants rows of a multiple of 16 bytes
 
@@ -68,8 +69,9 @@ def unsupported(lhs_dtype, rhs_dtype, out_dtype, precision):
 
 
 def _obstacle(lhs, rhs, group_sizes, group_offset, *, transpose_rhs, precision, out_dtype, tile):
-    tiles = tiling.tiles(_ARCH, tiling.matmul_form(transpose_rhs))
-    if tile is not None and tile not in tiles:
+    form = tiling.matmul_form(transpose_rhs)
+    tiles = {arch: tiling.tiles(arch, form) for arch in _ARCHS.values()}
+    if tile is not None and not any(tile in some for some in tiles.values()):
         layout = "(g, n, k)" if transpose_rhs else "(g, k, n)"
         return f"its kernels for rhs {layout} have the tiles {tiles}, got {tile!r}"
     if not all(isinstance(d, int) for d in lhs.shape + rhs.shape):
@@ -94,11 +96,16 @@ def _call(lhs, rhs, group_sizes, group_offset, *, transpose_rhs, precision, out_
         rhs = _pad(rhs, pad_n, pad_k) if transpose_rhs else _pad(rhs, pad_k, pad_n)
 
     kernel_dtype = out_dtype if out_dtype == lhs.dtype else jnp.dtype(jnp.float32)
-    form = tiling.matmul_form(transpose_rhs)
-    tile = tile or tiling.choose_kernel_tile(_ARCH, form, m, group_sizes.shape[-1])
-    kernel = tiling.kernel(
-        _ARCH, form, lhs.dtype.name, kernel_dtype.name, k + pad_k, n + pad_n, tile
-    )
+    form, num_sizes = tiling.matmul_form(transpose_rhs), group_sizes.shape[-1]
+
+    def kernel_name(arch):
+        """The kernel for GPUs of arch; none if the tile is one for others."""
+        chosen = tile or tiling.choose_kernel_tile(arch, form, m, n, num_sizes)
+        if chosen not in tiling.tiles(arch, form):
+            return ""
+        dtypes = lhs.dtype.name, kernel_dtype.name
+        return tiling.kernel(arch, form, *dtypes, k + pad_k, n + pad_n, chosen).name
+
     operands = (lhs, 2), (rhs, 3), (group_sizes, 1), (group_offset, 0)
     library.ensure_registered()
     out = jax.ffi.ffi_call(
@@ -107,7 +114,7 @@ def _call(lhs, rhs, group_sizes, group_offset, *, transpose_rhs, precision, out_
     )(
         *(_flatten(x, core) for x, core in operands),
         _batch_index(batch, *operands),
-        kernels={"sm_90": kernel.name, "sm_100": ""},
+        kernels={member: kernel_name(arch) for member, arch in _ARCHS.items()},
     )
     return out[..., :n].reshape(*batch, m, n).astype(out_dtype)
 

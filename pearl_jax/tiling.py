@@ -59,14 +59,16 @@ class KernelSpec:
     """One compiled kernel; its name is its key in the library.
 
     Attributes:
-      arch: compilation target, "sm_90a".
+      arch: compilation target, "sm_90a" or "sm_100f".
       form: what it computes, and from which layout, by the matmul of a training step:
         "fwd" is grouped_matmul with rhs (g, k, n), n contiguous; "dgrad" the same with
         transpose_rhs, so rhs (g, n, k), k contiguous.
       dtype: of lhs and rhs, "bfloat16" or "float16".
       out_dtype: of the result, dtype itself or "float32".
-      wide: one request of the copy engine fetches a whole stage of weights. Needs their
-        contiguous axis to be a multiple of 64; else k % 8 == n % 8 == 0 is enough.
+      wide: one request of the copy engine fetches a whole stage of weights, and results
+        are written in the longest vectors there are. Needs the weights' contiguous axis to
+        be a multiple of 64, and n of the columns in 32 bytes where stores are that long; else
+        k % 8 == n % 8 == 0 is enough.
       tile: the work tile.
     """
 
@@ -142,6 +144,8 @@ def _blackwell_rules(tile):
             columns = (128, 256)
         yield tile.m in rows, f"with {tile.ctas} ctas and rows on M, m must be one of {rows}"
         yield tile.n in columns, f"for {tile.m} rows on M, n must be one of {columns}"
+        # Their first half starts on half of the stages, of which there must be several.
+        yield tile.n < 512 or tile.k == 64, "two K tiles of 512 columns leave too few stages"
     else:
         rows = tuple(r for r in (16, 32, 64, 128, 192, 256) if r >= 16 * tile.ctas)
         yield tile.m in rows, f"with {tile.ctas} ctas, m must be one of {rows}"
@@ -193,26 +197,52 @@ def tensor_memory_columns(tile) -> int:
     return max(32, 1 << (columns - 1).bit_length())
 
 
-# The tiles of each architecture, by form: up to how many rows a group has on
-# average, a tile is the choice. Measured on an H200 with 32 groups, k = 6144, n = 4096 and
-# even and uneven sizes (benchmarks/notes/hopper.md):
+# The tiles of each architecture, by form: for groups of up to so many rows on average, those
+# to choose from (see choose_kernel_tile).
+#
+# Hopper, measured on an H200 with 32 groups, k = 6144, n = 4096 and even and uneven sizes
+# (benchmarks/notes/hopper.md):
 #   few rows   weights stream at 4.5 TB/s; groups of over 64 rows would read theirs twice
 #   some rows  weights still bound the time, and the tile covers groups of twice the mean.
 #              For k contiguous, requests 256 bytes wide over 256 columns matter most;
 #              else many small stages, and rows shared by two multiprocessors
 #   more rows  arithmetic bounds the time, and 256 x 128 needs the least traffic for it
+#
+# Blackwell, from the arithmetic and not measured: 8 TB/s and a latency of 1 us need 54 KB in
+# flight on each of 148 multiprocessors, and below 318 rows memory bounds the time
+# (benchmarks/notes/blackwell.md):
+#   few rows   weights on M: only the 16 rows there are cross the L2 cache, not 64
+#   64 rows    160 KB of weights in flight, and 16 KB a K tile where 128 rows take 16 more
+#   128, 256   one tile still covers a group, so weights are read once; a pair halves the
+#              copies of weights in shared memory, which leaves 9 stages to 256 rows
+#   more rows  arithmetic bounds the time: a pair needs 48 bytes a clock from L2 for 512
+#              columns and 64, about all there are, for 256, which fill the chip better when few
 _FEW, _MORE = TileConfig(64, 256), TileConfig(256, 128)
+_BLACKWELL = (
+    (16, TileConfig(64, 128)),
+    (64, TileConfig(64, 128, rows_on_m=True)),
+    (128, TileConfig(128, 128, rows_on_m=True)),
+    (256, TileConfig(256, 128, ctas=2, rows_on_m=True)),
+    (
+        math.inf,
+        TileConfig(256, 512, 64, ctas=2, rows_on_m=True),
+        TileConfig(256, 256, ctas=2, rows_on_m=True),
+    ),
+)
 _TILES = {
     "sm_90a": {
         "dgrad": ((24, _FEW), (96, TileConfig(128, 256)), (math.inf, _MORE)),
         "fwd": ((24, _FEW), (144, TileConfig(192, 128, 64, 2)), (math.inf, _MORE)),
-    }
+    },
+    "sm_100f": {"dgrad": _BLACKWELL, "fwd": _BLACKWELL},
 }
+_MULTIPROCESSORS = {"sm_90a": 132, "sm_100f": 148}
+_STORE_COLUMNS = {"sm_90a": 8, "sm_100f": 16}  # of 16 bits, in one store
 
 
 def tiles(arch, form) -> list[TileConfig]:
     """The tiles of the kernels of one form that are compiled for arch."""
-    return [tile for _, tile in _TILES.get(arch, {}).get(form, ())]
+    return [tile for _, *some in _TILES.get(arch, {}).get(form, ()) for tile in some]
 
 
 def kernels(arch) -> list[KernelSpec]:
@@ -229,14 +259,28 @@ def kernels(arch) -> list[KernelSpec]:
 
 def kernel(arch, form, dtype, out_dtype, k, n, tile) -> KernelSpec:
     """The kernel for operands with these k and n, both multiples of 8."""
-    wide = (k if form == "dgrad" else n) % K_TILE == 0
+    wide = (k if form == "dgrad" else n) % K_TILE == 0 and n % _STORE_COLUMNS[arch] == 0
     return KernelSpec(arch, form, dtype, out_dtype, wide, tile)
 
 
-def choose_kernel_tile(arch, form, m, num_groups) -> TileConfig:
-    """The work tile for m rows in num_groups groups, by the mean rows of a group."""
+def choose_kernel_tile(arch, form, m, n, num_groups) -> TileConfig:
+    """The work tile for m rows in num_groups groups and n columns.
+
+    By the mean rows of a group; of several the first with which the busiest multiprocessor
+    has little more to do than with the best one.
+    """
     mean = m / max(num_groups, 1)
-    return next(tile for most, tile in _TILES[arch][form] if mean <= most)
+    candidates = next(some for most, *some in _TILES[arch][form] if mean <= most)
+
+    def most_work(tile):
+        columns = math.ceil(n / (tile.n * tile.cluster))
+        work_tiles = max(num_groups, 1) * math.ceil(mean / tile.m) * columns
+        rounds = math.ceil(work_tiles / (_MULTIPROCESSORS[arch] // (tile.ctas * tile.cluster)))
+        return rounds * tile.m * tile.n / tile.ctas
+
+    # Sizes are uneven in a way not known here, which makes small differences meaningless.
+    most = 1.1 * min(map(most_work, candidates))
+    return next(tile for tile in candidates if most_work(tile) <= most)
 
 
 def choose(m, num_groups) -> TileConfig:

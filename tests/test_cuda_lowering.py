@@ -52,21 +52,24 @@ def lower(f, *args):
     )
 
 
+KERNELS = r'kernels = \{sm_100 = "([^"]*)", sm_90 = "([^"]*)"\}'
+
+
 def calls(text):
-    """For each call of the target: the kernel's name, and the types of operands and result."""
+    """For each call of the target: the Hopper kernel, and the types of operands and result."""
     found = []
     for line in text.splitlines():
         if f"custom_call @{TARGET}(" in line:
-            kernels = re.search(r'kernels = \{sm_100 = "([^"]*)", sm_90 = "([^"]*)"\}', line)
+            kernels = re.search(KERNELS, line)
             types, result = re.search(r": \((.*)\) -> tensor<(.*)>$", line.strip()).groups()
-            assert kernels[1] == ""  # none for Blackwell yet
+            assert {*kernels.groups()} <= {*names(), ""}
             found.append((kernels[2], re.findall(r"tensor<([^>]*)>", types), result))
     return found
 
 
 def names():
     """The kernels of the library, or if there is none here, those that the build compiles."""
-    compiled = {s.name for s in tiling.kernels("sm_90a")}
+    compiled = {s.name for arch in ("sm_90a", "sm_100f") for s in tiling.kernels(arch)}
     return library.kernel_names() or compiled
 
 
@@ -94,7 +97,7 @@ def test_forward(dtype, out_dtype, transpose_rhs, k, n):
     assert result == f"1x{M}x{n}x{short_out}"
     wide = (k if transpose_rhs else n) % 64 == 0
     form = tiling.matmul_form(transpose_rhs)
-    tile = tiling.choose_kernel_tile("sm_90a", form, M, G)
+    tile = tiling.choose_kernel_tile("sm_90a", form, M, n, G)
     want = tiling.KernelSpec("sm_90a", form, dtype, out_dtype, wide, tile)
     assert name == want.name
     assert name in names()
@@ -113,10 +116,32 @@ def test_tile_by_hand_and_by_rows():
             f = matmul(transpose_rhs=transpose_rhs)
             ((name, *_),) = calls(lower(f, *operands(transpose_rhs=transpose_rhs, m=m)))
             form = tiling.matmul_form(transpose_rhs)
-            tile = tiling.choose_kernel_tile("sm_90a", form, m, G)
+            tile = tiling.choose_kernel_tile("sm_90a", form, m, N, G)
             assert name.endswith(f"_{tile}")
             chosen.add(tile)
         assert len(chosen) > 1
+
+
+@pytest.mark.parametrize("transpose_rhs", [False, True], ids=["gkn", "gnk"])
+def test_one_program_for_both_architectures(transpose_rhs):
+    """Each gets the kernel that tiling chooses for it; a tile by hand may be for one only."""
+    form = tiling.matmul_form(transpose_rhs)
+    archs = ("sm_100f", "sm_90a")
+
+    def chosen(m, tile=None):
+        f = matmul(transpose_rhs=transpose_rhs, tile=tile)
+        text = lower(f, *operands(transpose_rhs=transpose_rhs, m=m, k=512, n=512))
+        return re.search(KERNELS, text).groups()
+
+    for m in (8, 256, 8000):
+        tiles = [tiling.choose_kernel_tile(arch, form, m, 512, G) for arch in archs]
+        for arch, tile, name in zip(archs, tiles, chosen(m)):
+            assert name == tiling.kernel(arch, form, "bfloat16", "bfloat16", 512, 512, tile).name
+    both = {arch: tiling.tiles(arch, form) for arch in archs}
+    for tile in {*both["sm_100f"], *both["sm_90a"]}:
+        for arch, name in zip(archs, chosen(64, tile)):
+            assert bool(name) == (tile in both[arch])
+            assert not name or name.endswith(f"_{tile}")
 
 
 def test_rows_per_group_count_all_groups_of_group_sizes():
@@ -124,9 +149,9 @@ def test_rows_per_group_count_all_groups_of_group_sizes():
     f = lambda x, w, s: pearl_jax.grouped_matmul(x, w, s, group_offset=2)
     m = 16 * 256
     ((name, types, _),) = calls(lower(f, spec(m, K), spec(2, K, N), spec(256, dtype="int32")))
-    assert name.endswith(f"_{tiling.choose_kernel_tile('sm_90a', 'fwd', m, 256)}")
-    assert tiling.choose_kernel_tile("sm_90a", "fwd", m, 2) != tiling.choose_kernel_tile(
-        "sm_90a", "fwd", m, 256
+    assert name.endswith(f"_{tiling.choose_kernel_tile('sm_90a', 'fwd', m, N, 256)}")
+    assert tiling.choose_kernel_tile("sm_90a", "fwd", m, N, 2) != tiling.choose_kernel_tile(
+        "sm_90a", "fwd", m, N, 256
     )
     assert types[1:4] == [f"1x2x{K}x{N}xbf16", "1x256xi32", "1xi32"]
 

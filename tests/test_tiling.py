@@ -8,71 +8,80 @@ from pearl_jax import TileConfig, tiling
 
 ARCH = "sm_90a"
 FORMS = ("fwd", "dgrad")
+every_arch = pytest.mark.parametrize("arch", ["sm_90a", "sm_100f"])
 
 
-def sweep(form):
+def sweep(arch, form):
     """The tiles that problems get, by mean rows of a group from a fraction of one to 4096."""
-    problems = [(m, g) for g in (1, 8, 32, 300) for m in (1, 7, *(g * mean for mean in MEANS))]
-    return {p: tiling.choose_kernel_tile(ARCH, form, *p) for p in problems}
+    rows = [(g, m) for g in (1, 8, 32, 300) for m in (1, 7, *(g * mean for mean in MEANS))]
+    problems = [(m, n, g) for g, m in rows for n in (8, 200, 2880, 4096, 6144)]
+    return {p: tiling.choose_kernel_tile(arch, form, *p) for p in problems}
 
 
 MEANS = [*range(1, 300), *range(300, 4097, 37), 4096]
 
 
+@every_arch
 @pytest.mark.parametrize("form", FORMS)
-def test_compiled_tiles_are_those_that_are_chosen(form):
+def test_compiled_tiles_are_those_that_are_chosen(arch, form):
     """No problem gets a tile that is not compiled, and no kernel takes up room for nothing."""
-    compiled = {s.tile for s in tiling.kernels(ARCH) if s.form == form}
-    chosen = set(sweep(form).values())
+    compiled = {s.tile for s in tiling.kernels(arch) if s.form == form}
+    chosen = set(sweep(arch, form).values())
     assert chosen == compiled
     assert len(chosen) > 1
 
 
+@every_arch
 @pytest.mark.parametrize("form", FORMS)
-def test_larger_groups_never_get_smaller_tiles(form):
+def test_larger_groups_never_get_smaller_tiles(arch, form):
     for g in (1, 8, 300):
-        rows = [tiling.choose_kernel_tile(ARCH, form, g * mean, g).m for mean in MEANS]
+        rows = [tiling.choose_kernel_tile(arch, form, g * mean, 4096, g).m for mean in MEANS]
         assert rows == sorted(rows)
         assert rows[0] < rows[-1]
 
 
-def test_choice_without_rows_or_groups():
+@every_arch
+def test_choice_without_rows_or_groups(arch):
     for m, g in ((0, 4), (0, 0), (5, 0)):
         for form in FORMS:
-            tile = tiling.choose_kernel_tile(ARCH, form, m, g)
-            assert tile in tiling.tiles(ARCH, form)
+            tile = tiling.choose_kernel_tile(arch, form, m, 512, g)
+            assert tile in tiling.tiles(arch, form)
 
 
+@every_arch
 @pytest.mark.parametrize("out_dtype", ["same", "float32"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("form", FORMS)
-def test_every_problem_has_a_compiled_kernel(form, dtype, out_dtype):
+def test_every_problem_has_a_compiled_kernel(arch, form, dtype, out_dtype):
     """For every tile, and k and n that are multiples of 8, 64 or both."""
     out_dtype = dtype if out_dtype == "same" else out_dtype
-    compiled = set(tiling.kernels(ARCH))
-    for tile in tiling.tiles(ARCH, form):
+    compiled = set(tiling.kernels(arch))
+    for tile in tiling.tiles(arch, form):
         for k in (8, 64, 72, 128, 6144):
             for n in (8, 64, 200, 256, 4096):
-                spec = tiling.kernel(ARCH, form, dtype, out_dtype, k, n, tile)
+                spec = tiling.kernel(arch, form, dtype, out_dtype, k, n, tile)
                 assert spec in compiled
-                assert spec.wide == ((k if form == "dgrad" else n) % 64 == 0)
+                contiguous = k if form == "dgrad" else n
+                columns = {"sm_90a": 8, "sm_100f": 16}[arch]  # of one store
+                assert spec.wide == (contiguous % 64 == 0 and n % columns == 0)
 
 
-def test_every_kernel_is_one_that_some_problem_gets():
+@every_arch
+def test_every_kernel_is_one_that_some_problem_gets(arch):
     reached = {
-        tiling.kernel(ARCH, form, dtype, out_dtype, k, n, tile)
+        tiling.kernel(arch, form, dtype, out_dtype, k, n, tile)
         for dtype in ("bfloat16", "float16")
         for out_dtype in (dtype, "float32")
         for form in FORMS
         for k, n in ((64, 64), (72, 72))
-        for tile in sweep(form).values()
+        for tile in sweep(arch, form).values()
     }
-    assert reached == set(tiling.kernels(ARCH))
+    assert reached == set(tiling.kernels(arch))
 
 
 def test_names_are_unique():
     """A name is the key of a kernel in the library: every field is a part of it."""
-    specs = tiling.kernels(ARCH)
+    specs = [s for arch in ("sm_90a", "sm_100f") for s in tiling.kernels(arch)]
     assert len({s.name for s in specs}) == len(specs)
     for s in specs:
         assert re.fullmatch(r"grouped_matmul_\w+", s.name)
@@ -84,21 +93,23 @@ def test_names_are_unique():
         ):
             assert part in s.name
         assert f"_{'wide' if s.wide else 'plain'}_" in s.name
-    tiles = [TileConfig(64, 128, 64, 1)]
+    fields = (64, 128, 64, 1, 1, False)
+    tiles = [TileConfig(*fields)]
     tiles += [
-        TileConfig(*(2 * v if i == j else v for j, v in enumerate((64, 128, 64, 1))))
-        for i in range(4)
+        TileConfig(*(2 * v or True if i == j else v for j, v in enumerate(fields)))
+        for i in range(len(fields))
     ]
-    assert len({str(t) for t in tiles}) == 5
+    assert len({str(t) for t in tiles}) == 1 + len(fields)
 
 
 def test_no_kernels_for_other_architectures():
     assert tiling.kernels("sm_80") == []
 
 
-def test_every_compiled_tile_is_valid():
-    for spec in tiling.kernels(ARCH):
-        assert tiling.is_valid(ARCH, spec.tile) == (True, "")
+@every_arch
+def test_every_compiled_tile_is_valid(arch):
+    for spec in tiling.kernels(arch):
+        assert tiling.is_valid(arch, spec.tile) == (True, "")
 
 
 @pytest.mark.parametrize(
@@ -110,6 +121,20 @@ def test_every_compiled_tile_is_valid():
         (ARCH, TileConfig(64, 256, 32), "k must be"),
         (ARCH, TileConfig(256, 256, 64), "must fit into registers"),
         (ARCH, TileConfig(64, 256, 128, 3), "cluster must be"),
+        (ARCH, TileConfig(64, 256, ctas=2), "ctas must be 1"),
+        (ARCH, TileConfig(64, 256, rows_on_m=True), "rows_on_m must be False"),
+        ("sm_100f", TileConfig(64, 128, ctas=3), "ctas must be 1 or 2"),
+        ("sm_100f", TileConfig(48, 128), "with 1 ctas, m must be one of"),
+        ("sm_100f", TileConfig(16, 256, ctas=2), "with 2 ctas, m must be one of"),
+        ("sm_100f", TileConfig(64, 256), "with 1 ctas, n must be 128"),
+        ("sm_100f", TileConfig(64, 128, ctas=2), "with 2 ctas, n must be 256"),
+        ("sm_100f", TileConfig(256, 128, rows_on_m=True), "m must be one of (64, 128)"),
+        ("sm_100f", TileConfig(64, 128, ctas=2, rows_on_m=True), "m must be one of (128, 256)"),
+        ("sm_100f", TileConfig(128, 512, rows_on_m=True), "n must be one of (64, 128, 192, 256)"),
+        ("sm_100f", TileConfig(128, 192, ctas=2, rows_on_m=True), "n must be one of (128, 256)"),
+        ("sm_100f", TileConfig(64, 128, cluster=3), "cluster must be"),
+        ("sm_100f", TileConfig(64, 128, 32), "k must be"),
+        ("sm_100f", TileConfig(256, 512, ctas=2, rows_on_m=True), "two K tiles of 512 columns"),
     ],
 )
 def test_invalid_tiles_have_a_reason(arch, tile, reason):
@@ -135,10 +160,82 @@ def test_stages_fit_into_shared_memory(m, n, k):
     assert used + 1024 <= 227 * 1024 < used + 1024 + 2 * m * tiling.K_TILE
 
 
-@pytest.mark.parametrize("field", ["m", "n", "k", "cluster"])
+def blackwell_tiles():
+    tiles = [
+        TileConfig(m, n, k, cluster, ctas, rows_on_m)
+        for m in (16, 32, 64, 128, 192, 256)
+        for n in (64, 128, 192, 256, 512)
+        for k in (64, 128)
+        for cluster in (1, 2, 4)
+        for ctas in (1, 2)
+        for rows_on_m in (False, True)
+    ]
+    return [tile for tile in tiles if tiling.is_valid("sm_100f", tile)[0]]
+
+
+def test_blackwell_memory():
+    """Of every valid tile: stages fill the shared memory, accumulators fit tensor memory."""
+    tiles = blackwell_tiles()
+    assert len(tiles) > 100
+    for tile in tiles:
+        weights, rows = tiling.stages("sm_100f", tile)
+        # Every window of as many K tiles as there are stages of rows has its weights.
+        ratio = tile.k // tiling.K_TILE
+        assert weights == max(len({(s + i) // ratio for i in range(rows)}) for s in range(ratio))
+        assert weights >= 2
+
+        def used(weights, rows):
+            return 2 * (weights * tile.n * tile.k + rows * tile.m * tiling.K_TILE) // tile.ctas
+
+        assert used(weights, rows) <= 226 * 1024
+        more = max(len({(s + i) // ratio for i in range(rows + 1)}) for s in range(ratio))
+        assert used(more, rows + 1) > 226 * 1024
+        columns = tiling.tensor_memory_columns(tile)
+        assert columns in (32, 64, 128, 256, 512)
+        values = tile.m * tile.n // tile.ctas * (1 if tile.n == 512 else 2)
+        assert 128 * columns >= values
+
+
+@pytest.mark.parametrize(
+    ("tile", "rows", "weights", "columns"),
+    [
+        (TileConfig(64, 64, rows_on_m=True), 13, 7, 64),
+        (TileConfig(64, 128, rows_on_m=True), 8, 5, 128),
+        (TileConfig(64, 128, 64, rows_on_m=True), 9, 9, 128),
+        (TileConfig(64, 256, rows_on_m=True), 4, 3, 256),
+        (TileConfig(128, 64, rows_on_m=True), 9, 5, 128),
+        (TileConfig(128, 128, rows_on_m=True), 6, 4, 256),
+        (TileConfig(128, 128, 64, rows_on_m=True), 7, 7, 256),
+        (TileConfig(128, 192, 64, rows_on_m=True), 5, 5, 512),
+        (TileConfig(128, 256, 64, rows_on_m=True), 4, 4, 512),
+        (TileConfig(128, 128, ctas=2, rows_on_m=True), 13, 7, 128),
+        (TileConfig(128, 256, ctas=2, rows_on_m=True), 8, 5, 256),
+        (TileConfig(256, 128, ctas=2, rows_on_m=True), 9, 5, 256),
+        (TileConfig(256, 256, ctas=2, rows_on_m=True), 6, 4, 512),
+        (TileConfig(256, 512, 64, ctas=2, rows_on_m=True), 4, 4, 512),
+        (TileConfig(64, 128), 8, 5, 128),
+        (TileConfig(16, 128), 11, 6, 32),
+    ],
+    ids=str,
+)
+def test_blackwell_memory_of_known_tiles(tile, rows, weights, columns):
+    """Worked out by hand: 226 KiB of stages, columns for two accumulators or two halves."""
+    assert tiling.is_valid("sm_100f", tile) == (True, "")
+    assert tiling.stages("sm_100f", tile) == (weights, rows)
+    assert tiling.tensor_memory_columns(tile) == columns
+
+
+@pytest.mark.parametrize("value", [0, 1, None, "yes"])
+def test_rows_on_m_is_a_bool(value):
+    message = f"TileConfig: rows_on_m must be a bool, got {value!r}"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        TileConfig(64, rows_on_m=value)
+
+
+@pytest.mark.parametrize("field", ["m", "n", "k", "cluster", "ctas"])
 @pytest.mark.parametrize("value", [0, -8, 8.0, True, "8", None])
 def test_fields_of_a_tile_are_positive_ints(field, value):
-    good = {"m": 64, "n": 128, "k": 64, "cluster": 1}
+    good = {"m": 64, "n": 128, "k": 64, "cluster": 1, "ctas": 1}
     assert TileConfig(**good).m == 64
     message = f"TileConfig: {field} must be a positive int, got {value!r}"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
