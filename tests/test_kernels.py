@@ -1,4 +1,7 @@
-"""The Hopper kernels on a CPU: compiled here and run by the PTX emulator, in every schedule."""
+"""The kernels on a CPU: compiled here and run by the PTX emulator, in every schedule.
+
+`python tests/kernel_matrix.py` does it for all kernels; here is a choice that covers the code.
+"""
 
 import dataclasses
 import functools
@@ -10,65 +13,93 @@ from emulator import emulate
 from emulator.kernels import compile_cases, missing
 from emulator.problems import ENCODE, POISON, from_bf16
 
-from pearl_jax import tiling
+from pearl_jax import TileConfig, tiling
 
 pytestmark = pytest.mark.skipif(
     bool(missing()), reason=f"the kernels were not compiled and not tested: {missing()}"
 )
 
-ARCH = "sm_90a"
 FORMS = ("fwd", "dgrad")
 NAMES = {"bfloat16": "BFloat16", "float16": "Float16", "float32": "Float32"}
 SMS = 4
 MODES = ("in order", "random", "adversarial")
 
 
-def covering():
+def hopper():
     """Every tile of each layout at bfloat16, and each other property with some tile."""
+    arch = "sm_90a"
     specs = [
-        tiling.KernelSpec(ARCH, form, "bfloat16", "bfloat16", True, tile)
+        tiling.KernelSpec(arch, form, "bfloat16", "bfloat16", True, tile)
         for form in FORMS
-        for tile in tiling.tiles(ARCH, form)
+        for tile in tiling.tiles(arch, form)
     ]
     specs += [
-        tiling.KernelSpec(ARCH, form, dtype, out_dtype, False, tiling.tiles(ARCH, form)[i])
+        tiling.KernelSpec(arch, form, dtype, out_dtype, False, tiling.tiles(arch, form)[i])
         for form, dtype, out_dtype, i in (
             ("fwd", "float16", "float16", 1),
             ("dgrad", "bfloat16", "float32", 0),
         )
     ]
-    return {s.name: s for s in specs}
+    return specs
 
 
-SPECS = covering()
+def blackwell():
+    """Every tile in the library once, and what the others have that those do not."""
+    arch = "sm_100f"
+    few, rows64, rows128, pair, wide_pair, square_pair = tiling.tiles(arch, "fwd")
+    return [
+        tiling.KernelSpec(arch, form, dtype, out_dtype, wide, tile)
+        for form, dtype, out_dtype, wide, tile in (
+            ("fwd", "bfloat16", "bfloat16", True, few),
+            ("dgrad", "float16", "float32", False, few),
+            ("dgrad", "bfloat16", "bfloat16", True, rows64),
+            ("fwd", "bfloat16", "float32", True, rows128),
+            ("fwd", "float16", "float16", False, pair),
+            ("dgrad", "bfloat16", "bfloat16", True, wide_pair),
+            ("fwd", "bfloat16", "bfloat16", True, square_pair),
+            # Half of the lanes for each half of the columns; a cluster of pairs.
+            ("fwd", "bfloat16", "bfloat16", True, TileConfig(128, 128, 128, 2, 2, True)),
+            # Weights on M, over a pair; a cluster of single CTAs.
+            ("dgrad", "bfloat16", "bfloat16", True, TileConfig(128, 256, 64, 1, 2)),
+            ("fwd", "bfloat16", "bfloat16", True, TileConfig(32, 128, 64, 2)),
+        )
+    ]
+
+
+SPECS = {s.name: s for s in (*hopper(), *blackwell())}
 every_kernel = pytest.mark.parametrize("name", SPECS)
+
+
+class Compiled(dict):
+    """Compiles kernels when they are asked for, all of one architecture at once."""
+
+    def __missing__(self, name):
+        arch = SPECS[name].arch
+        self |= compile_specs(arch, [s for s in SPECS.values() if s.arch == arch])
+        return self[name]
+
+
+def compile_specs(arch, specs):
+    fields = ("form", "dtype", "out_dtype", "wide")
+    cases = {
+        s.name: {f: getattr(s, f) for f in fields} | {"tile": list(dataclasses.astuple(s.tile))}
+        for s in specs
+    }
+    return compile_cases(arch, "pearl_jax", cases)
 
 
 @pytest.fixture(scope="module")
 def compiled():
-    cases = {
-        name: {
-            "form": s.form,
-            "dtype": s.dtype,
-            "out_dtype": s.out_dtype,
-            "wide": s.wide,
-            "tile": list(dataclasses.astuple(s.tile)),
-        }
-        for name, s in SPECS.items()
-    }
-    return compile_cases(ARCH, "pearl_jax", cases)
-
-
-def contiguous(spec, extent):
-    """The largest extent, up to the given one, that the kernel takes for its contiguous axis."""
-    return extent // 64 * 64 if spec.wide else extent // 8 * 8
+    return Compiled()
 
 
 def shape(spec, k, n):
     """(k, n) that the kernel takes, no larger than the given ones."""
-    if spec.form == "dgrad":
-        return contiguous(spec, k), n
-    return k, contiguous(spec, n)
+    k_unit = 64 if spec.wide and spec.form == "dgrad" else 8
+    n_unit = 64 if spec.wide and spec.form == "fwd" else 8
+    if spec.wide and spec.arch == "sm_100f":
+        n_unit = max(n_unit, 16)
+    return k // k_unit * k_unit, n // n_unit * n_unit
 
 
 @functools.lru_cache(64)
@@ -160,8 +191,8 @@ def test_rows_of_a_tile(compiled, name):
 def test_k_tiles(compiled, name):
     """Around once and twice as many as the larger ring of stages holds, odd and even."""
     spec = SPECS[name]
-    ratio = spec.tile.k // tiling.K_TILE
-    stages = max(tiling.stages(ARCH, spec.tile)[0] * ratio, tiling.stages(ARCH, spec.tile)[1])
+    weights, rows = tiling.stages(spec.arch, spec.tile)
+    stages = max(weights * spec.tile.k // tiling.K_TILE, rows)
     around = (2, stages, 2 * stages)
     for k_tiles in sorted({c + d for c in around for d in (-1, 0, 1)}):
         k, n = shape(spec, 64 * k_tiles - 8 * (k_tiles % 3), 64)
