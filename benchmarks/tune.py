@@ -16,23 +16,22 @@ import statistics
 import jax
 
 from benchmarks import gpu, peers, protocol, report, shapes
-from pearl_jax import tiling
-
-ARCH = "sm_90a"
+from pearl_jax import library, tiling
 
 
-def run_case(case, shape, layout, rows, groupings, rounds) -> list[float]:
+def run_case(arch, case, shape, layout, rows, groupings, rounds) -> list[float]:
     """Prints a line for each number of rows and grouping; returns what the choice loses."""
     weights = peers.random_weights(shape)
     form = tiling.matmul_form(layout == "gnk")
-    tiles = tiling.tiles(ARCH, form)
-    names = "".join(f"{tile!s:>14}" for tile in tiles)
+    tiles = tiling.tiles(arch, form)
+    width = 2 + max(12, *(len(str(tile)) for tile in tiles))
+    names = "".join(f"{tile!s:>{width}}" for tile in tiles)
     print(f"{case + ' ' + layout:<24}{'rows':>5}  {'groups':<12}{names}  best, chosen")
     losses = []
     for mean in rows:
         m = shape.g * mean
         problem = peers.Problem(shape, peers.random_lhs(m, shape.k), weights)
-        chosen = tiling.choose_kernel_tile(ARCH, form, m, shape.n, shape.g)
+        chosen = tiling.choose_kernel_tile(arch, form, m, shape.n, shape.g)
         candidates = {tile: peers.pearl(problem, layout, tile) for tile in tiles}
         for grouping in gpu.groupings_of(mean, groupings):
             sizes = shapes.GROUPINGS[grouping](m, shape.g)
@@ -43,7 +42,7 @@ def run_case(case, shape, layout, rows, groupings, rounds) -> list[float]:
             us = {tile: 1e6 * timing.seconds for tile, timing in timings.items()}
             best = min(us, key=lambda tile: us[tile])
             losses.append(100 * (us[chosen] / us[best] - 1))
-            times = "".join(f"{us[tile]:>14.1f}" for tile in tiles)
+            times = "".join(f"{us[tile]:>{width}.1f}" for tile in tiles)
             print(
                 f"{'':<24}{mean:>5}  {grouping:<12}{times}  {best}, {chosen} +{losses[-1]:.1f}%",
                 flush=True,
@@ -65,8 +64,9 @@ def main():
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    if jax.default_backend() != "gpu":
-        parser.error(f"runs on a GPU, not on {jax.default_backend()}")
+    arch = library.present_arch()
+    if arch is None:
+        parser.error(f"runs on a GPU with kernels, not on {jax.devices()[0].device_kind}")
     projections = [options.projection] if options.projection else shapes.PROJECTIONS
     run = functools.partial(
         run_case, rows=options.rows, groupings=options.groupings, rounds=options.rounds
@@ -74,7 +74,7 @@ def main():
     losses = []
     for case, shape in shapes.cases(options.case or shapes.MODELS, projections).items():
         for layout in [options.layout] if options.layout else report.LAYOUTS:
-            losses += run(case, shape, layout)
+            losses += run(arch, case, shape, layout)
     print(
         f"\nthe choice is above the best by {max(losses):.1f}% at most, "
         f"{statistics.median(losses):.1f}% in the median of {len(losses)}"

@@ -65,6 +65,15 @@ def unavailable() -> str | None:
     return None
 
 
+def present_arch() -> str | None:
+    """The compilation target of kernels for the first visible GPU; None without one."""
+    try:
+        capability = jax.devices("cuda")[0].compute_capability
+    except RuntimeError:  # no such backend
+        return None
+    return next((f.arch for f in _FAMILIES if capability.startswith(f.capability)), None)
+
+
 @functools.cache
 def kernel_names() -> frozenset[str]:
     """The names of the compiled kernels; needs no GPU."""

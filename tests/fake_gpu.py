@@ -82,9 +82,9 @@ class Host:
         return tuple(values)
 
     def binary(self, kernel):
-        """The GPU binary of a Hopper kernel, an ELF file."""
+        """The GPU binary of a kernel for device 0, an ELF file."""
         self.calls()
-        assert self.call(INITIALIZE, kernel) is None
+        assert self.call(INITIALIZE, kernel, other=kernel) is None
         (load,) = self.calls("cuLibraryLoadData")
         # It is the one entry of a "fat binary", whose size stands in bytes 8 to 16 of its header.
         size = int.from_bytes(ctypes.string_at(load["code"] + 8, 8), "little")

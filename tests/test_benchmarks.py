@@ -309,12 +309,13 @@ def test_the_fastest_variant_counts():
     assert set(found.samples) == set(timings)
 
 
-def test_every_tile_is_tuned(without_kernels, capsys):
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100f"])
+def test_every_tile_is_tuned(without_kernels, capsys, arch):
     shape = shapes.Shape(g=2, k=64, n=64)
-    losses = tune.run_case("tiny", shape, "gnk", rows=[2], groupings=["uniform"], rounds=1)
+    losses = tune.run_case(arch, "tiny", shape, "gnk", rows=[2], groupings=["uniform"], rounds=1)
     header, line = capsys.readouterr().out.splitlines()
     assert len(losses) == 1
-    for tile in tiling.tiles(tune.ARCH, "dgrad"):
+    for tile in tiling.tiles(arch, "dgrad"):
         assert str(tile) in header
     assert line.split()[:2] == ["2", "uniform"]
 

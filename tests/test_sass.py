@@ -16,9 +16,9 @@ pytestmark = pytest.mark.skipif(
     reason="no compiled kernels in this install: their instructions were not checked",
 )
 
-SPECS = {spec.name: spec for spec in tiling.kernels("sm_90a")}
-
-THREADS = 384  # of a block, which share 65536 registers
+SPECS = {spec.name: spec for arch in ("sm_90a", "sm_100f") for spec in tiling.kernels(arch)}
+CAPABILITY = {"sm_90a": 90, "sm_100f": 100}
+THREADS = {"sm_90a": 384, "sm_100f": 256}  # of a block, which share 65536 registers
 
 
 def tool(name):
@@ -36,8 +36,11 @@ def run(*args):
 
 @pytest.fixture(scope="module")
 def binaries():
-    with fake_gpu.start(library._path()) as gpu:
-        return {name: gpu.binary(name) for name in SPECS}
+    found = {}
+    for arch, capability in CAPABILITY.items():
+        with fake_gpu.start(library._path(), (capability,)) as gpu:
+            found |= {name: gpu.binary(name) for name, s in SPECS.items() if s.arch == arch}
+    return found
 
 
 @pytest.fixture(params=SPECS)
@@ -59,6 +62,10 @@ def test_instructions(kernel):
     # Nothing spills.
     assert not all_that("STL")
     assert not all_that("LDL")
+    {"sm_90a": check_hopper, "sm_100f": check_blackwell}[spec.arch](spec, all_that)
+
+
+def check_hopper(spec, all_that):
     # A K tile of 64 takes four steps at each extent, and nothing else is computed.
     dtype = {"bfloat16": ".BF16", "float16": ""}[spec.dtype]
     products = all_that("HGMMA")
@@ -78,8 +85,45 @@ def test_instructions(kernel):
     assert len(all_that("USETMAXREG.DEALLOC")) == len(all_that("USETMAXREG.TRY_ALLOC")) == 1
 
 
+def check_blackwell(spec, all_that):
+    tile = spec.tile
+    halves = 2 if tile.n == 512 else 1  # of the columns, each with an accumulator
+    pair = ".2CTA" * (tile.ctas == 2)
+    # Each ring has two barriers for each stage, so this counts the stages.
+    stages = sum(tiling.stages(spec.arch, tile)) + tiling.ACCUMULATORS
+    assert all_that("SYNCS.EXCH") == {"SYNCS.EXCH.64": 2 * stages}
+    # A K tile of 64 takes four products. Halves are multiplied each by itself and together.
+    loops = {1: [1], 2: [1, 1, 2]}[halves]
+    assert all_that("UTCHMMA") == {"UTCHMMA" + pair: 4 * sum(loops)}
+    # Of the barriers, each half of the columns signals one when it is complete, and a K tile
+    # one for its rows and one for its weights, but where the other half still needs them.
+    signals = sum(loops) + 2 * (len(loops) - (halves - 1))
+    assert sum(all_that("UTCBAR").values()) == signals
+    # Rows are one request, and so is a stage of weights (of each half) if wide.
+    columns = tile.n // tile.ctas // halves
+    spans = 1 if spec.wide else (tile.k if spec.form == "dgrad" else columns) // 64
+    requests = all_that("UTMALDG")
+    assert sum(n for name, n in requests.items() if ".2D" in name) == 1
+    dimension = ".4D" if spec.wide else ".3D"
+    assert sum(n for name, n in requests.items() if dimension in name) == halves * spans
+    assert sum(requests.values()) == 1 + halves * spans
+    assert all((".2CTA" in name) == (tile.ctas == 2) for name in requests)
+    # Results leave from registers in the longest vectors, and only they and zeros do: of 16
+    # lanes of tensor memory, one or two vectors a round, for each 8 rows if rows are lanes.
+    lanes = 1 if tile.rows_on_m and tile.m == 64 else 2  # by 16
+    vectors = lanes * 2 if tile.rows_on_m else 1
+    vectors *= halves * (2 if spec.out_dtype == "float32" else 1)
+    parts = 1 if spec.wide else 2
+    name = "STG.E.ENL2.256" if spec.wide else "STG.E.128"
+    assert all_that("STG") == {name: parts * vectors + 1}
+    blocks = 8 if tile.rows_on_m else 2
+    assert all_that("LDTM") == {f"LDTM.16dp256bit.x{blocks}": lanes * halves}
+    for staging in ("STS", "STSM", "UTMASTG", "UBLKCP"):
+        assert not all_that(staging)
+
+
 def test_resources(kernel):
-    _, path = kernel
+    spec, path = kernel
     text = run(tool("cuobjdump"), "-res-usage", path)
     (usage,) = (
         {key: int(value) for key, value in re.findall(r"\b(\w+):(\d+)", line)}
@@ -87,4 +131,4 @@ def test_resources(kernel):
         if "REG:" in line
     )
     assert usage["STACK"] == usage["LOCAL"] == 0
-    assert usage["REG"] * THREADS <= 65536
+    assert usage["REG"] * THREADS[spec.arch] <= 65536

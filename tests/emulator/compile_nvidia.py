@@ -45,45 +45,51 @@ def matrix(pointer, rows, columns, batches, rows_contiguous):
     return cute.make_tensor(pointer, cute.make_layout((batches, rows, columns), stride=stride))
 
 
-def compile_case(
+def make_gemm(kernel, tile, cluster=(1, 1), two_cta=False, tma_store=True, dynamic=False):
+    """kernel: "dense" or "grouped" for sm_100, "hopper"."""
+    tile, cluster = tuple(tile), tuple(cluster)
+    if kernel == "hopper":
+        module = implementation("sm90_static_persistent_impl")
+        return module.Sm90StaticPersistentGemmKernel(cutlass.Float32, tile, cluster)
+    if kernel == "grouped":
+        module = implementation("sm100_contiguous_offset_2d3d_dense_gemm_impl")
+        return module.ContiguousOffset2D3DGemmDenseKernel(cutlass.Float32, two_cta, tile, cluster)
+    module = implementation("sm100_persistent_impl")
+    schedulers = module.PersistentTileSchedulerType
+    return module.PersistentDenseGemmKernel(
+        cutlass.Float32,
+        two_cta,
+        tile,
+        cluster,
+        tma_store,
+        schedulers.CLC if dynamic else schedulers.STATIC_PERSISTENT,
+        lambda x: x,
+    )
+
+
+def compile_case(arch, kernel, clusters=2, **case):
+    """The keyword arguments of make_gemm and of compile_gemm, but for the gemm."""
+    ours = ("tile", "cluster", "two_cta", "tma_store", "dynamic")
+    gemm = make_gemm(kernel, **{key: case.pop(key) for key in ours if key in case})
+    return compile_gemm(arch, gemm, kernel, clusters, **case)
+
+
+def compile_gemm(
     arch,
+    gemm,
     kernel,
-    tile,
-    cluster=(1, 1),
-    two_cta=False,
+    clusters,
     dtype="BFloat16",
     out_dtype="BFloat16",
     a_mn_major=False,
     b_mn_major=False,
     c_mn_major=False,
-    tma_store=True,
-    dynamic=False,
-    clusters=2,
 ):
-    """kernel: "dense" or "grouped" for sm_100, "hopper"; clusters: how many the grid has.
+    """clusters: how many the grid has.
 
     The launcher takes pointers to a, b, c and the ends of groups, then m, n, k, groups.
     """
     dtype, out_dtype = getattr(cutlass, dtype), getattr(cutlass, out_dtype)
-    tile, cluster = tuple(tile), tuple(cluster)
-    if kernel == "hopper":
-        module = implementation("sm90_static_persistent_impl")
-        gemm = module.Sm90StaticPersistentGemmKernel(cutlass.Float32, tile, cluster)
-    elif kernel == "dense":
-        module = implementation("sm100_persistent_impl")
-        schedulers = module.PersistentTileSchedulerType
-        gemm = module.PersistentDenseGemmKernel(
-            cutlass.Float32,
-            two_cta,
-            tile,
-            cluster,
-            tma_store,
-            schedulers.CLC if dynamic else schedulers.STATIC_PERSISTENT,
-            lambda x: x,
-        )
-    else:
-        module = implementation("sm100_contiguous_offset_2d3d_dense_gemm_impl")
-        gemm = module.ContiguousOffset2D3DGemmDenseKernel(cutlass.Float32, two_cta, tile, cluster)
 
     @cute.jit
     def launch(

@@ -8,9 +8,9 @@ import numpy as np
 import oracle
 
 import pearl_jax
-from pearl_jax import tiling
+from pearl_jax import library, tiling
 
-KERNELS = tiling.kernels("sm_90a")
+KERNELS = tiling.kernels(library.present_arch() or "sm_90a")
 # The options of a call for each tile of each layout, for pytest.mark.parametrize.
 TILES = {
     f"{'gnk' if spec.form == 'dgrad' else 'gkn'}-{spec.tile}": {

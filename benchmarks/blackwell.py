@@ -1,0 +1,237 @@
+"""The Blackwell kernels beside NVIDIA's grouped matmul: what the compiler made of each.
+
+  python -m benchmarks.blackwell                 needs no GPU, but the extras "emulator" and "test"
+  python -m benchmarks.blackwell --gpu           on a B200: checks, tunes, compares with peers
+
+NVIDIA's is the contiguous-offset grouped kernel of nvidia-cutlass-operators, compiled in
+the same run for bfloat16 and weights (g, n, k). For each tile: rows and K tiles of weights
+that one multiprocessor holds in flight, and their KiB; KiB of shared memory that stages
+results; columns of tensor memory; bytes of a store; instructions of the innermost loops
+that copy, multiply and store, for each K tile or, of the last, for each KiB of results of a
+warp; and how often a K tile waits for or signals a barrier.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import importlib
+import importlib.metadata
+import json
+import multiprocessing
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ARCH = "sm_100f"
+ROOT = Path(__file__).resolve().parents[1]
+
+# (who, its name for the tile, the tile), those to compare next to each other.
+NVIDIA = {
+    "64x128": {"tile": (64, 128)},
+    "128x128": {"tile": (128, 128)},
+    "256x128 pair": {"tile": (256, 128), "cluster": (2, 1), "two_cta": True},
+    "256x256 pair": {"tile": (256, 256), "cluster": (2, 1), "two_cta": True},
+}
+
+
+def start_worker():
+    # The DSL reads these when it is imported.
+    os.environ |= {"CUTE_DSL_ARCH": ARCH, "CUTE_DSL_NO_CACHE": "1", "CUTE_DSL_KEEP": "ptx,cubin"}
+    os.environ["CUTE_DSL_DUMP_DIR"] = tempfile.mkdtemp()
+    sys.path[:0] = [str(ROOT / "tests")]
+
+
+def compile_ours(fields):
+    """The GPU binary of one of our tiles, and what it holds in memory."""
+    from pearl_jax import TileConfig, tiling
+    from pearl_jax.kernels.blackwell import compile_kernel
+
+    tile = TileConfig(*fields)
+    spec = tiling.KernelSpec(ARCH, "dgrad", "bfloat16", "bfloat16", True, tile)
+    weights, rows = tiling.stages(ARCH, tile)
+    ratio = tile.k // tiling.K_TILE
+    memory = {
+        "rows": rows,
+        "weights": weights * ratio,
+        "weights_kib": weights * tile.n // tile.ctas * tile.k * 2 // 1024,
+        "rows_kib": rows * tile.m // tile.ctas * tiling.K_TILE * 2 // 1024,
+        "output_kib": 0,
+        "columns": tiling.tensor_memory_columns(tile),
+    }
+    return compile_kernel(spec).__cubin__, memory
+
+
+def compile_nvidias(case):
+    """As compile_ours, of NVIDIA's kernel."""
+    compile_nvidia = importlib.import_module("emulator.compile_nvidia")  # of tests/
+    gemm = compile_nvidia.make_gemm("grouped", **case)
+    # The launcher's B is (k, n) of one group with n contiguous unless told otherwise.
+    compiled = compile_nvidia.compile_gemm(ARCH, gemm, "grouped", 2)
+    ctas = 2 if case.get("two_cta") else 1
+    stages, (m, n) = gemm.num_ab_stage, case["tile"]
+    epilogue_tile = 1
+    for extent in gemm.epi_tile:
+        epilogue_tile *= extent if isinstance(extent, int) else extent.shape
+    memory = {
+        "rows": stages,
+        "weights": stages,
+        "weights_kib": stages * n // ctas * 128 // 1024,
+        "rows_kib": stages * m // ctas * 128 // 1024,
+        "output_kib": gemm.num_c_stage * epilogue_tile * 2 // 1024,
+        "columns": gemm.num_tmem_alloc_cols,
+    }
+    return compiled.__cubin__, memory
+
+
+def disassemble(cubin):
+    """(label or instruction) of each line of a GPU binary's code."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run(
+            [tool("nvdisasm"), "-c", file.name], check=True, capture_output=True, text=True
+        ).stdout
+    lines = re.findall(r"^(\.L_x_\d+):|\*/ +((?:@!?\w+ +)?[A-Z][^;]*?) *;", text, re.MULTILINE)
+    return [label + ":" if label else instruction for label, instruction in lines]
+
+
+def tool(name):
+    """A program of the CUDA toolkit, from its package or from the PATH."""
+    try:
+        files = importlib.metadata.files(f"nvidia-cuda-{name}") or ()
+        return next(str(f.locate()) for f in files if f.stem == name and f.parent.name == "bin")
+    except (importlib.metadata.PackageNotFoundError, StopIteration):
+        found = shutil.which(name)
+        if found is None:
+            raise SystemExit(f"there is no {name} here: install nvidia-cuda-{name}") from None
+        return found
+
+
+def loops(code):
+    """The bodies of all loops, the shortest first: from a label to a branch back to it."""
+    at = {line[:-1]: i for i, line in enumerate(code) if line.endswith(":")}
+    bodies = []
+    for i, line in enumerate(code):
+        target = re.search(r"\bBRA\b.*?`\((\.L_x_\d+)\)", line)
+        if target and at[target[1]] < i:
+            body = [x for x in code[at[target[1]] : i + 1] if not x.endswith(":")]
+            bodies.append(body)
+    return sorted(bodies, key=len)
+
+
+def count(body, *names):
+    return sum(bool(re.search(rf"(^| )({'|'.join(names)})", x)) for x in body)
+
+
+def innermost(bodies, *names):
+    """The shortest loop with an instruction of each name; (), if there is none."""
+    return next((body for body in bodies if all(count(body, name) for name in names)), ())
+
+
+def figures(cubin):
+    """What the disassembly says of one kernel."""
+    code = disassemble(cubin)
+    bodies = loops(code)
+    copy = innermost(bodies, "UTMALDG")
+    multiply = innermost(bodies, "UTCHMMA")
+    stored = innermost(bodies, "LDTM")
+    width = max(
+        (32 for x in code if "STG.E.ENL2.256" in x),
+        default="TMA" if count(code, "UTMASTG") else 16,
+    )
+    barriers = ("SYNCS", "UTCBAR", "UTCATOMSWS.*COMMIT")
+    loads = [re.search(r"LDTM\.(\d+)dp(\d+)bit\.x(\d+)", x) for x in stored]
+    kib = sum(int(x[1]) * int(x[2]) * int(x[3]) / 8 for x in loads if x) / 2 / 1024  # as bfloat16
+    copies = max(count(copy, "SYNCS.ARRIVE"), 1)  # K tiles of an iteration
+    products = max(count(multiply, "UTCHMMA") // 4, 1)
+    return {
+        "store": width,
+        "copy": len(copy) / copies,
+        "multiply": len(multiply) / products,
+        "epilogue": len(stored) / kib if kib else 0,
+        "barriers": count(copy, *barriers) / copies + count(multiply, *barriers) / products,
+    }
+
+
+def compare():
+    from pearl_jax import TileConfig, tiling
+
+    tiles = [*tiling.tiles(ARCH, "dgrad"), TileConfig(128, 256, 64, rows_on_m=True)]
+    ours = {f"pearl_jax {tile}": tuple(vars(tile).values()) for tile in tiles}
+    found = {}
+    with concurrent.futures.ProcessPoolExecutor(
+        2, mp_context=multiprocessing.get_context("spawn"), initializer=start_worker
+    ) as pool:
+        running = {name: pool.submit(compile_ours, tile) for name, tile in ours.items()}
+        running |= {f"NVIDIA {n}": pool.submit(compile_nvidias, c) for n, c in NVIDIA.items()}
+        for name, future in running.items():
+            cubin, memory = future.result()
+            found[name] = memory | figures(cubin)
+    return found
+
+
+COLUMNS = {
+    "rows": "stages rows",
+    "weights": "weights",
+    "rows_kib": "KiB rows",
+    "weights_kib": "weights",
+    "output_kib": "output",
+    "columns": "TMEM",
+    "store": "store",
+    "copy": "copy",
+    "multiply": "multiply",
+    "epilogue": "epilogue",
+    "barriers": "barriers",
+}
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--gpu", action="store_true", help="run on a Blackwell GPU instead")
+    parser.add_argument("--json", metavar="FILE", help="write the table's figures")
+    options = parser.parse_args()
+    if options.gpu:
+        run_on_gpu()
+        return
+    found = compare()
+    if options.json:
+        Path(options.json).write_text(json.dumps(found, indent=1))
+    width = max(map(len, found))
+    print(" " * width, *(f"{title:>{max(len(title), 8)}}" for title in COLUMNS.values()))
+    for name, row in found.items():
+        cells = (
+            f"{x if isinstance(x, str) else format(x, '.4g'):>{max(len(title), 8)}}"
+            for x, title in ((row[column], title) for column, title in COLUMNS.items())
+        )
+        print(f"{name:<{width}}", *cells)
+    print("\nCompiled, not run: nothing here was measured on a Blackwell GPU.")
+
+
+def run_on_gpu():
+    """Everything that a Blackwell GPU is needed for."""
+    from pearl_jax import library
+
+    arch = library.present_arch()
+    if arch != ARCH:
+        raise SystemExit(
+            f"there is no Blackwell GPU here ({arch or 'no GPU with kernels'}): nothing was run"
+        )
+    python = [sys.executable, "-m"]
+    for command in (
+        [*python, "pytest", "-q", "-m", "gpu", "tests/gpu"],
+        [*python, "benchmarks.tune"],
+        [*python, "benchmarks.grouped_matmul", "--measure-peaks"],
+    ):
+        print("==", *command[1:], flush=True)
+        subprocess.run(command, cwd=ROOT, check=True)
+
+
+if __name__ == "__main__":
+    main()

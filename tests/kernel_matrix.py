@@ -1,0 +1,108 @@
+"""Every test of test_kernels.py on every kernel in the emulator, as a table.
+
+  python tests/kernel_matrix.py --arch sm_100f             the kernels of the library
+  python tests/kernel_matrix.py --arch sm_100f --valid     one of every valid tile and layout
+
+`--only PATTERN` takes kernels by name. Slow: minutes a kernel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import itertools
+import sys
+import time
+import traceback
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import test_kernels
+from test_kernels import BATCHES, FORMS, MODES
+
+from pearl_jax import TileConfig, tiling
+
+# Columns of the table: what runs of test_kernels.py, with the arguments after the name.
+CHECKS = {
+    "groups": [("test_group_sizes", mode) for mode in MODES],
+    "rows": [("test_rows_of_a_tile",)],
+    "k tiles": [("test_k_tiles",)],
+    "columns": [("test_columns",)],
+    "batches": [("test_batches", case) for case in BATCHES],
+    "offsets": [("test_more_groups_than_lanes", mode) for mode in MODES],
+}
+
+
+def valid_specs(arch):
+    """One kernel for each valid tile and layout; dtypes and widths take turns."""
+    tiles = (
+        TileConfig(*fields)
+        for fields in itertools.product(
+            (16, 32, 64, 128, 192, 256),
+            (64, 128, 192, 256, 512),
+            (64, 128),
+            (1, 2, 4),
+            (1, 2),
+            (False, True),
+        )
+    )
+    kinds = itertools.cycle(
+        (
+            ("bfloat16", "bfloat16", True),
+            ("float16", "float32", True),
+            ("float16", "float16", False),
+            ("bfloat16", "float32", False),
+            ("bfloat16", "bfloat16", False),
+        )
+    )
+    return [
+        tiling.KernelSpec(arch, form, *next(kinds), tile)
+        for tile in tiles
+        if tiling.is_valid(arch, tile)[0]
+        for form in FORMS
+    ]
+
+
+def check(spec, kernel):
+    """A word for each column, and the first error."""
+    test_kernels.SPECS[spec.name] = spec
+    words, error = [], None
+    for tests in CHECKS.values():
+        start = time.perf_counter()
+        try:
+            for test, *arguments in tests:
+                getattr(test_kernels, test)({spec.name: kernel}, spec.name, *arguments)
+            words.append(f"{time.perf_counter() - start:.0f} s")
+        except Exception:
+            error = error or traceback.format_exc()
+            words.append("FAILED")
+    return words, error
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--arch", choices=("sm_90a", "sm_100f"), default="sm_100f")
+    parser.add_argument("--valid", action="store_true", help="not those of the library")
+    parser.add_argument("--only", default="*", metavar="PATTERN")
+    args = parser.parse_args()
+    specs = valid_specs(args.arch) if args.valid else tiling.kernels(args.arch)
+    specs = [s for s in specs if fnmatch.fnmatch(s.name, args.only)]
+    width = max(len(s.name) for s in specs)
+    print(f"{'kernel':<{width}}", *(f"{column:>8}" for column in CHECKS))
+    failed = 0
+    for spec in specs:
+        (kernel,) = test_kernels.compile_specs(args.arch, [spec]).values()
+        words, error = check(spec, kernel)
+        print(f"{spec.name:<{width}}", *(f"{word:>8}" for word in words), flush=True)
+        if error:
+            failed += 1
+            print(error, flush=True)
+    print(f"{len(specs)} kernels, {failed} of them failed")
+    sys.exit(failed > 0)
+
+
+if __name__ == "__main__":
+    main()
