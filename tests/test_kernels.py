@@ -246,6 +246,14 @@ def test_more_groups_than_lanes(compiled, name, mode):
         run(compiled[name], spec, sizes, m=m, k=k, n=n, offset=(offset,), held=40, mode=mode)
 
 
+@pytest.mark.parametrize("name", [n for n, s in SPECS.items() if s.arch == "sm_100f"])
+def test_tensor_memory(compiled, name):
+    """What is freed, which the emulator compares with what is allocated, is what tiling says."""
+    (function,) = compiled[name].module.kernels.values()
+    freed = [s.operands[1] for s in function.statements if s.opcode.startswith("tcgen05.dealloc")]
+    assert freed == [str(tiling.tensor_memory_columns(SPECS[name].tile))]
+
+
 def test_wrong_answers_are_noticed(compiled, monkeypatch):
     """So that the tests above can fail: the oracle is told other weights."""
     name, spec = next(iter(SPECS.items()))

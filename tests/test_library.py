@@ -190,16 +190,18 @@ def test_every_kernel_loads_and_launches(gpu):
 
 
 @built
-def test_launch_parameters():
-    by_tile = {spec.tile: spec.name for spec in SPECS}
-    with fake_gpu.start(PATH, (90, 90)) as gpu:
+@pytest.mark.parametrize(("arch", "capability"), [("sm_90a", 90), ("sm_100f", 103)])
+def test_launch_parameters(arch, capability):
+    by_tile = {spec.tile: spec.name for spec in tiling.kernels(arch)}
+    with fake_gpu.start(PATH, (capability, capability)) as gpu:
         for tile, name in by_tile.items():
-            assert gpu.call(EXECUTE, name, device=1, stream=7) is None
+            assert gpu.call(EXECUTE, name, device=1, stream=7, other=name) is None
             (launch,) = gpu.calls("cuLaunchKernelEx")
             assert launch["stream"] == 107
-            assert launch.get("cluster", 1) == tile.cluster
+            cluster = tile.cluster * tile.ctas
+            assert launch.get("cluster", 1) == cluster
             # One block for each of that device's 101 multiprocessors, as far as clusters allow.
-            assert launch["grid0"] == 101 // tile.cluster * tile.cluster
+            assert launch["grid0"] == 101 // cluster * cluster
             assert all(launch[key] == 1 for key in ("grid1", "grid2", "block1", "block2"))
             assert launch["block0"] % 128 == 0
             assert 100_000 < launch["shared_memory"] <= 232448

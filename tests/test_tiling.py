@@ -160,6 +160,23 @@ def test_stages_fit_into_shared_memory(m, n, k):
     assert used + 1024 <= 227 * 1024 < used + 1024 + 2 * m * tiling.K_TILE
 
 
+def test_blackwell_choice():
+    """Up to 64 rows of a group get tiles of 64; the widest tile only where it fills the chip."""
+
+    def chosen(mean, n=4096, g=32):
+        return tiling.choose_kernel_tile("sm_100f", "fwd", g * mean, n, g)
+
+    assert [chosen(mean).m for mean in (1, 16, 17, 64, 65, 128, 129)] == [64] * 4 + [128, 128, 256]
+    assert not chosen(16).rows_on_m
+    assert chosen(17).rows_on_m
+    assert [chosen(mean).n for mean in (257, 512, 4096)] == [512] * 3
+    # 8 tiles of 512 columns on 74 pairs of multiprocessors, or 16 of 256: half of the time.
+    assert chosen(257, n=4096, g=1).n == 256
+    # 2 * 38 * 1 tiles: two rounds of 512 columns, or three of 256 (152 tiles).
+    assert chosen(512, n=38 * 512, g=1).n == 256
+    assert chosen(512, n=37 * 512, g=1).n == 512
+
+
 def blackwell_tiles():
     tiles = [
         TileConfig(m, n, k, cluster, ctas, rows_on_m)
