@@ -26,13 +26,17 @@ import types
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FORMS = {"fwd": "kFwd", "dgrad": "kDgrad"}
+FORMS = {"fwd": "kFwd", "dgrad": "kDgrad", "wgrad": "kWgrad"}
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
-# What every launcher takes: LaunchArguments of kernels.h.
+# What the launchers of each form take, of LaunchArguments in kernels.h.
 POINTERS = ("lhs", "rhs", "group_sizes", "group_offset", "batch_index", "out")
 SIZES = ("m", "n", "k", "num_groups", "num_sizes", "num_batches", "lhs_batches", "rhs_batches")
-ARGUMENTS = [*POINTERS, *SIZES, "num_sms", "stream"]
+ARGUMENTS = {
+    "fwd": [*POINTERS, *SIZES, "num_sms", "stream"],
+    "wgrad": [*POINTERS, *SIZES, "reduced", "accumulate", "num_sms", "stream"],
+}
+ARGUMENTS["dgrad"] = ARGUMENTS["fwd"]
 
 # Without it the launchers have instructions of the building machine's CPU, such as AVX-512.
 HOST_TARGET = "llvm -mtriple=x86_64-unknown-linux-gnu -mcpu=x86-64"
@@ -109,8 +113,9 @@ def compile_anew(out, spec):
     launch = re.search(r"void (_mlir_\w+)\(void \*\*args, int32_t num_args\)", text)
     wrapper = re.search(r"_wrapper\(\w+ \*module, (.*)\) {", text)
     arguments = re.findall(r"(\w+)(?:,|$)", wrapper[1])
-    if arguments != ARGUMENTS:
-        raise TypeError(f"{spec.name}: the launcher takes {arguments}, not {ARGUMENTS}")
+    if arguments != ARGUMENTS[spec.form]:
+        expected = ARGUMENTS[spec.form]
+        raise TypeError(f"{spec.name}: the launcher takes {arguments}, not {expected}")
     fields = (
         f'"{spec.name}"',
         FORMS[spec.form],

@@ -2,6 +2,7 @@
 
 #include <mutex>
 #include <unordered_map>
+#include <vector>
 
 #define KERNEL(name, form, dtype, out_dtype, load_library, load_to_device, launch) \
   extern "C" void load_library(void**);                                            \
@@ -56,12 +57,13 @@ CUresult Kernel::Load(CUdevice device) {
 
 CUresult Kernel::Launch(LaunchArguments& a) const {
   CUresult result = CUDA_SUCCESS;
-  void* arguments[] = {&a.lhs,         &a.rhs,         &a.group_sizes, &a.group_offset,
-                       &a.batch_index, &a.out,         &a.m,           &a.n,
-                       &a.k,           &a.num_groups,  &a.num_sizes,   &a.num_batches,
-                       &a.lhs_batches, &a.rhs_batches, &a.num_sms,     &a.stream,
-                       &result};
-  launch(arguments, std::size(arguments));
+  std::vector<void*> arguments = {&a.lhs,         &a.rhs,        &a.group_sizes, &a.group_offset,
+                                  &a.batch_index, &a.out,        &a.m,           &a.n,
+                                  &a.k,           &a.num_groups, &a.num_sizes,   &a.num_batches,
+                                  &a.lhs_batches, &a.rhs_batches};
+  if (form == Form::kWgrad) arguments.insert(arguments.end(), {&a.reduced, &a.accumulate});
+  arguments.insert(arguments.end(), {&a.num_sms, &a.stream, &result});
+  launch(arguments.data(), static_cast<int32_t>(arguments.size()));
   return result;
 }
 

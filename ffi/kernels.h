@@ -10,8 +10,13 @@
 
 namespace pearl_jax {
 
-// What a launcher takes, in its order. Shapes: lhs (lhs_batches, m, k), rhs (rhs_batches,
-// num_groups, k, n) or (.., n, k), group_sizes (.., num_sizes), out (num_batches, m, n).
+enum class Form {
+  kFwd,    // lhs (lhs_batches, m, k), rhs (rhs_batches, num_groups, k, n): out (num_batches, m, n)
+  kDgrad,  // the same with rhs (.., n, k)
+  kWgrad,  // lhs (.., m, k), rhs (rhs_batches, m, n): out (num_batches, num_groups, k, n)
+};
+
+// What a launcher takes, in its order; group_sizes (.., num_sizes).
 struct LaunchArguments {
   void* lhs;
   void* rhs;
@@ -27,13 +32,10 @@ struct LaunchArguments {
   int32_t num_batches;
   int32_t lhs_batches;
   int32_t rhs_batches;
+  int32_t reduced;     // kWgrad only: how many batches one batch of out sums over
+  int32_t accumulate;  // kWgrad only: whether out is added to
   int32_t num_sms;
   CUstream stream;
-};
-
-enum class Form {
-  kFwd,    // rhs is (.., k, n)
-  kDgrad,  // rhs is (.., n, k)
 };
 
 struct Kernel {

@@ -116,6 +116,7 @@ def grouped_outer(
     group_offset=None,
     *,
     num_groups=None,
+    accumulate=None,
     implementation=None,
     tile=None,
 ):
@@ -136,6 +137,9 @@ def grouped_outer(
         [offset, offset + num_groups) of group_sizes.
       num_groups: how many groups the result holds; by default all of group_sizes.
         Only with group_offset. Groups past the last one are 0.
+      accumulate: (g, k, n) array of the result's dtype that the result is added to, in
+        the accumulator's dtype and rounded once; a GPU kernel does so in place where the
+        array is donated or not used again. Differentiable in it too.
       implementation: None (the best for the platform), "cuda" or "xla".
       tile: a :class:`TileConfig` instead of the automatic choice.
 
@@ -170,16 +174,32 @@ def grouped_outer(
     ):
         raise ValueError(f"{op}: num_groups must be an int of at least 0, got {num_groups!r}")
     _require_groups(op, "the result", num_groups, group_sizes, group_offset, shapes)
+    options = _options(op, lhs, rhs, precision, preferred_element_type, implementation, tile)
+    shape = (int(num_groups), lhs.shape[1], rhs.shape[1])
     return primitives.bind(
         primitives.grouped_outer_p,
         lhs,
         rhs,
         group_sizes,
         jnp.int32(0) if group_offset is None else group_offset,
+        *_accumulate(op, accumulate, shape, options["out_dtype"], shapes),
         num_groups=int(num_groups),
         reduce_axes=(),
-        **_options(op, lhs, rhs, precision, preferred_element_type, implementation, tile),
+        **options,
     )
+
+
+def _accumulate(op, x, shape, dtype, shapes):
+    """What the result is added to, as one or no operand."""
+    if x is None:
+        return ()
+    x = _as_array(op, "accumulate", x)
+    if x.shape != shape or x.dtype != dtype:
+        expected = _text(jax.ShapeDtypeStruct(shape, dtype))
+        raise ValueError(
+            f"{op}: accumulate must be like the result {expected}, got {_text(x)} {shapes}"
+        )
+    return (x,)
 
 
 def _arrays(op, lhs, rhs, ranks):
@@ -291,11 +311,8 @@ def _options(op, lhs, rhs, precision, preferred_element_type, implementation, ti
     out_dtype = _out_dtype(op, lhs, rhs, preferred_element_type)
     precision = _precision(op, precision)
     if implementation == "cuda":
-        reason = "it has no kernels yet"
-        if op == "grouped_matmul":
-            reason = cuda.unsupported(lhs.dtype, rhs.dtype, out_dtype, precision)
-            reason = reason or library.unavailable()
-        if reason:
+        reason = cuda.unsupported(lhs.dtype, rhs.dtype, out_dtype, precision)
+        if reason := reason or library.unavailable():
             raise ValueError(
                 f"{op}: implementation='cuda' cannot run, {reason}; None and 'xla' run everywhere"
             )

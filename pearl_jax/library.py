@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import jax
 
-TARGET = "pearl_jax.grouped_matmul"
+# By operation; one handler serves both.
+TARGETS = {op: f"pearl_jax.{op}" for op in ("grouped_matmul", "grouped_outer")}
 
 
 class _Family(NamedTuple):
@@ -88,7 +89,7 @@ _registered = False
 
 
 def ensure_registered():
-    """Makes TARGET known to XLA, once. Raises RuntimeError where there is no library."""
+    """Makes TARGETS known to XLA, once. Raises RuntimeError where there is no library."""
     global _registered
     with _lock:
         if _registered:
@@ -96,10 +97,11 @@ def ensure_registered():
         if not _path().is_file():
             raise RuntimeError(f"pearl_jax: {unavailable()}")
         stages = {
-            "initialize": jax.ffi.pycapsule(_load().pearl_jax_grouped_matmul_initialize),
-            "execute": jax.ffi.pycapsule(_load().pearl_jax_grouped_matmul_execute),
+            "initialize": jax.ffi.pycapsule(_load().pearl_jax_initialize),
+            "execute": jax.ffi.pycapsule(_load().pearl_jax_execute),
         }
-        jax.ffi.register_ffi_target(TARGET, stages, platform="CUDA")
+        for target in TARGETS.values():
+            jax.ffi.register_ffi_target(target, stages, platform="CUDA")
         _registered = True
 
 

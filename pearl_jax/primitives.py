@@ -4,6 +4,9 @@
                      rhs[i]; with transpose_rhs, rhs is (*b, g, n, k)
   grouped_outer_p    lhs (*b, m, k), rhs (*b, m, n) -> (*b, g, k, n): lhs_i^T rhs_i of group i
 
+The outer product takes one more operand if there is something to add it to: accumulate
+(*b, g, k, n), in which it is linear; its axes in reduce_axes have size 1.
+
 Both also take group_sizes (*b, G) int32 and group_offset (*b,) int32: the g groups at
 hand are groups [offset, offset + g) of the G. The leading batch axes *b broadcast as in
 numpy: vmap adds one, of size 1 for an operand that is not mapped, and so shares that
@@ -55,13 +58,12 @@ def _matmul_abstract(lhs, rhs, group_sizes, group_offset, *, transpose_rhs, out_
     return _out_aval((lhs, rhs, group_sizes, group_offset), (*batch, lhs.shape[-2], n), out_dtype)
 
 
-def _outer_abstract(
-    lhs, rhs, group_sizes, group_offset, *, num_groups, reduce_axes, out_dtype, **_
-):
-    batch = reference.batch_shape((lhs, 2), (rhs, 2), (group_sizes, 1), (group_offset, 0))
+def _outer_abstract(*operands, num_groups, reduce_axes, out_dtype, **_):
+    lhs, rhs, *_ = operands
+    batch = reference.batch_shape(*zip(operands, (2, 2, 1, 0, 3)))
     batch = (1 if i in reduce_axes else d for i, d in enumerate(batch))
     shape = (*batch, num_groups, lhs.shape[-1], rhs.shape[-1])
-    return _out_aval((lhs, rhs, group_sizes, group_offset), shape, out_dtype)
+    return _out_aval(operands, shape, out_dtype)
 
 
 def _out_aval(operands, shape, dtype):
@@ -81,16 +83,20 @@ def _out_aval(operands, shape, dtype):
 
 
 def _jvp(primitive, primals, tangents, **params):
-    lhs, rhs, *groups = primals
-    lhs_dot, rhs_dot, *_ = tangents
+    lhs, rhs, *groups = primals[:4]
+    lhs_dot, rhs_dot, _, _, *accumulate_dot = tangents
     # The name is for the policies of jax.checkpoint, which decide about what is computed
     # here. Anywhere else it would only be in the way: a name has no transpose.
     out = checkpoint_name(bind(primitive, *primals, **params), primitive.name)
-    out_dot = ad.Zero(jax.typeof(out).to_tangent_aval())
+    terms = list(accumulate_dot)
     if type(lhs_dot) is not ad.Zero:
-        out_dot = bind(primitive, lhs_dot, rhs, *groups, **params)
+        terms.append(bind(primitive, lhs_dot, rhs, *groups, **params))
     if type(rhs_dot) is not ad.Zero:
-        out_dot = ad.add_tangents(out_dot, bind(primitive, lhs, rhs_dot, *groups, **params))
+        terms.append(bind(primitive, lhs, rhs_dot, *groups, **params))
+    out_dot = ad.Zero(jax.typeof(out).to_tangent_aval())
+    for x in terms:
+        if type(x) is not ad.Zero:  # what only `out` has a batch of is broadcast
+            out_dot = ad.add_tangents(out_dot, jnp.broadcast_to(x, out.shape))
     return out, out_dot
 
 
@@ -107,15 +113,21 @@ def _matmul_transpose(ct, lhs, rhs, *groups, transpose_rhs, out_dtype, **options
     return [None, _outer(*pair, *groups, num_groups=num_groups, like=rhs, **options), None, None]
 
 
-def _outer_transpose(ct, lhs, rhs, *groups, num_groups, reduce_axes, out_dtype, **options):
+def _outer_transpose(
+    ct, lhs, rhs, sizes, offset, *accumulate, num_groups, reduce_axes, out_dtype, **options
+):
+    grads: list = [None] * (4 + len(accumulate))
     if type(ct) is ad.Zero:
-        return [None] * 4
+        return grads
+    for x in accumulate:
+        if ad.is_undefined_primal(x):
+            grads[4] = _sum_to(ct, x.aval.shape)
     if ad.is_undefined_primal(lhs):
-        options = _swap_precision(options)
-        grad = _matmul(rhs, ct, *groups, transpose_rhs=True, like=lhs, **options)
-        return [grad, None, None, None]
-    grad = _matmul(lhs, ct, *groups, transpose_rhs=False, like=rhs, **options)
-    return [None, grad, None, None]
+        swapped = _swap_precision(options)
+        grads[0] = _matmul(rhs, ct, sizes, offset, transpose_rhs=True, like=lhs, **swapped)
+    elif ad.is_undefined_primal(rhs):
+        grads[1] = _matmul(lhs, ct, sizes, offset, transpose_rhs=False, like=rhs, **options)
+    return grads
 
 
 def _matmul(lhs, rhs, *groups, like, **params):
@@ -123,10 +135,15 @@ def _matmul(lhs, rhs, *groups, like, **params):
     aval = like.aval
     params = _for_gradient(params)
     out = bind(grouped_matmul_p, lhs, rhs, *groups, out_dtype=aval.dtype, **params)
-    shared = tuple(i for i, d in enumerate(aval.shape) if d == 1 and out.shape[i] != 1)
+    return _sum_to(out, aval.shape)
+
+
+def _sum_to(x, shape):
+    """The sum over axes of size 1 in shape, as the gradient of what was broadcast from it."""
+    shared = tuple(i for i, d in enumerate(shape) if d == 1 and x.shape[i] != 1)
     if shared:
-        out = jnp.sum(out, axis=shared, keepdims=True, dtype=out.dtype)
-    return jnp.broadcast_to(out, aval.shape)
+        x = jnp.sum(x, axis=shared, keepdims=True, dtype=x.dtype)
+    return jnp.broadcast_to(x, shape)
 
 
 def _outer(lhs, rhs, *groups, like, **params):

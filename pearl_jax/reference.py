@@ -130,6 +130,7 @@ def grouped_outer(
     rhs,
     group_sizes,
     group_offset,
+    accumulate=None,
     *,
     num_groups,
     reduce_axes,
@@ -138,6 +139,19 @@ def grouped_outer(
     tile,
 ):
     """(*b, m, k), (*b, m, n), (*b, G), (*b,) -> (*b, num_groups, k, n), see primitives.py."""
+    if accumulate is not None:
+        out = grouped_outer(
+            lhs,
+            rhs,
+            group_sizes,
+            group_offset,
+            num_groups=num_groups,
+            reduce_axes=reduce_axes,
+            precision=precision,
+            out_dtype=accumulator_dtype(lhs.dtype, rhs.dtype, out_dtype),
+            tile=tile,
+        )
+        return (out + accumulate.astype(out.dtype)).astype(out_dtype)
     m, k = lhs.shape[-2:]
     n = rhs.shape[-1]
     g = num_groups

@@ -71,7 +71,7 @@ def place_like(x, other):
 
 @dataclasses.dataclass(frozen=True)
 class _Factors:
-    """Names of the axes of lhs, rhs, group_sizes, group_offset and the output."""
+    """Names of the axes of lhs, rhs, group_sizes, group_offset, accumulate and the output."""
 
     operands: tuple[tuple[str, ...], ...]
     out: tuple[str, ...]
@@ -85,7 +85,8 @@ class _Factors:
             core, out = (("m", "k"), rhs, ("s",), ()), ("m", "n")
             summed |= {"k", "g"}
         else:
-            core, out = (("m", "k"), ("m", "n"), ("s",), ()), ("g", "k", "n")
+            out = ("g", "k", "n")
+            core = (("m", "k"), ("m", "n"), ("s",), (), out)  # the last if there is one
             summed |= {"m"}
         num_batch = len(operand_shapes[3])
         names = tuple(f"b{i}" for i in range(num_batch))
@@ -160,14 +161,18 @@ class _Plan:
             mesh_shape[a] for a in self.axes.get("g", ())
         )
 
-        self.operand_specs = tuple(
-            P(*(self.axes.get(f) for f in names)) for names in self.factors.operands
-        )
-        self.out_spec = P(
-            *((*self.axes.get(f, ()), *self.scatter.get(f, ())) or None for f in self.factors.out)
-        )
+        def scattered(names):
+            return P(*((*self.axes.get(f, ()), *self.scatter.get(f, ())) or None for f in names))
 
-    def local(self, bind, lhs, rhs, group_sizes, group_offset):
+        self.out_spec = scattered(self.factors.out)
+        lhs, rhs, *groups, accumulate = (*self.factors.operands, ())[:5]
+        self.operand_specs = tuple(
+            P(*(self.axes.get(f) for f in names)) for names in (lhs, rhs, *groups)
+        )
+        if accumulate:  # it lies where the sum ends up
+            self.operand_specs += (scattered(accumulate),)
+
+    def local(self, bind, lhs, rhs, group_sizes, group_offset, *accumulate):
         """What one device computes from its blocks."""
         params = dict(self.params)
         if "m" in self.axes:
@@ -178,14 +183,18 @@ class _Plan:
                 params["num_groups"] = self.groups_here
         out_dtype = params["out_dtype"]
         summed = {f for f in self.axes if f in self.factors.summed}
+        added = ()  # to the sum over all devices, once
         if summed - {"g"}:
             params["out_dtype"] = reference.accumulator_dtype(lhs.dtype, rhs.dtype, out_dtype)
-        out = bind(self.primitive, lhs, rhs, group_sizes, group_offset, **params)
+            accumulate, added = (), accumulate
+        out = bind(self.primitive, lhs, rhs, group_sizes, group_offset, *accumulate, **params)
         for factor, axes in self.scatter.items():
             dim = self.factors.out.index(factor)
             out = lax.psum_scatter(out, axes, scatter_dimension=dim, tiled=True)
         if self.psum:
             out = lax.psum(out, self.psum)
+        for x in added:
+            out = out + x.astype(out.dtype)
         return out.astype(out_dtype)
 
     def _rows_here(self, group_sizes, m_local):
@@ -306,11 +315,11 @@ def _custom_partitioned(primitive, params, avals):
     def infer(mesh, operands, out):
         return NamedSharding(mesh, plan(mesh, operands).out_spec)
 
-    fun = custom_partitioning(
-        lambda lhs, rhs, group_sizes, group_offset: primitive.bind(
-            lhs, rhs, group_sizes, group_offset, **params
-        )
-    )
+    def fixed(lhs, rhs, group_sizes, group_offset, accumulate=None):
+        operands = (lhs, rhs, group_sizes, group_offset, accumulate)
+        return primitive.bind(*operands[: len(avals)], **params)
+
+    fun = custom_partitioning(fixed)
     rule = ", ".join(" ".join(names) for names in factors.operands) + " -> " + " ".join(factors.out)
     in_order = dict.fromkeys(name for names in factors.operands for name in names)
     fun.def_partition(

@@ -51,7 +51,7 @@ class TileConfig:
         return text + "_pair" * (self.ctas == 2) + "_rows_on_m" * self.rows_on_m
 
 
-FORMS = ("fwd", "dgrad")
+FORMS = ("fwd", "dgrad", "wgrad")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,13 +62,13 @@ class KernelSpec:
       arch: compilation target, "sm_90a" or "sm_100f".
       form: what it computes, and from which layout, by the matmul of a training step:
         "fwd" is grouped_matmul with rhs (g, k, n), n contiguous; "dgrad" the same with
-        transpose_rhs, so rhs (g, n, k), k contiguous.
+        transpose_rhs, so rhs (g, n, k), k contiguous; "wgrad" is grouped_outer.
       dtype: of lhs and rhs, "bfloat16" or "float16".
       out_dtype: of the result, dtype itself or "float32".
-      wide: one request of the copy engine fetches a whole stage of weights, and results
-        are written in the longest vectors there are. Needs the weights' contiguous axis to
-        be a multiple of 64, and n of the columns in 32 bytes where stores are that long; else
-        k % 8 == n % 8 == 0 is enough.
+      wide: one request of the copy engine fetches a whole stage, of weights or of both
+        operands of an outer product, and results are written in the longest vectors there
+        are. Needs their contiguous axis to be a multiple of 64, and n of the columns in 32
+        bytes where stores are that long; else k % 8 == n % 8 == 0 is enough.
       tile: the work tile.
     """
 
@@ -81,7 +81,11 @@ class KernelSpec:
 
     @property
     def name(self):
-        op = {"fwd": "grouped_matmul_gkn", "dgrad": "grouped_matmul_gnk"}[self.form]
+        op = {
+            "fwd": "grouped_matmul_gkn",
+            "dgrad": "grouped_matmul_gnk",
+            "wgrad": "grouped_outer",
+        }[self.form]
         width = "wide" if self.wide else "plain"
         return f"{op}_{self.arch}_{self.dtype}_{self.out_dtype}_{width}_{self.tile}"
 
@@ -240,8 +244,16 @@ _MULTIPROCESSORS = {"sm_90a": 132, "sm_100f": 148}
 _STORE_COLUMNS = {"sm_90a": 8, "sm_100f": 16}  # of 16 bits, in one store
 
 
+# Of an outer product, m counts rows of the result, so columns of lhs. Both tiles need the
+# least traffic for their arithmetic; one has the half-empty tiles at the lower end of the
+# result, the other at the right.
+_OUTER_TILES = {"sm_90a": (TileConfig(256, 128, K_TILE), TileConfig(128, 256, K_TILE))}
+
+
 def tiles(arch, form) -> list[TileConfig]:
     """The tiles of the kernels of one form that are compiled for arch."""
+    if form == "wgrad":
+        return list(_OUTER_TILES.get(arch, ()))
     return [tile for _, *some in _TILES.get(arch, {}).get(form, ()) for tile in some]
 
 
@@ -259,7 +271,8 @@ def kernels(arch) -> list[KernelSpec]:
 
 def kernel(arch, form, dtype, out_dtype, k, n, tile) -> KernelSpec:
     """The kernel for operands with these k and n, both multiples of 8."""
-    wide = (k if form == "dgrad" else n) % K_TILE == 0 and n % _STORE_COLUMNS[arch] == 0
+    contiguous = {"fwd": (n,), "dgrad": (k,), "wgrad": (k, n)}[form]
+    wide = all(extent % K_TILE == 0 for extent in contiguous) and n % _STORE_COLUMNS[arch] == 0
     return KernelSpec(arch, form, dtype, out_dtype, wide, tile)
 
 
@@ -281,6 +294,15 @@ def choose_kernel_tile(arch, form, m, n, num_groups) -> TileConfig:
     # Sizes are uneven in a way not known here, which makes small differences meaningless.
     most = 1.1 * min(map(most_work, candidates))
     return next(tile for tile in candidates if most_work(tile) <= most)
+
+
+def choose_outer_tile(arch, k, n) -> TileConfig:
+    """The work tile of an outer product (k, n): the one that covers it with the least waste."""
+
+    def covered(tile):
+        return math.ceil(k / tile.m) * tile.m * math.ceil(n / tile.n) * tile.n
+
+    return min(_OUTER_TILES[arch], key=covered)
 
 
 def choose(m, num_groups) -> TileConfig:

@@ -231,23 +231,22 @@ struct Array {
   int64_t* dims;
 };
 
-// Calls a handler with five operands and one result. Returns the error, or null.
+// Calls a handler with some operands and one result. Returns the error, or null.
 const char* xla_call(XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*), int stage, uintptr_t stream,
-                     const char* sm_90, const char* sm_100, const Array* arrays) {
-  constexpr int kArgs = 5;
+                     const char* sm_90, const char* sm_100, const Array* arrays, int num_args) {
   std::vector<XLA_FFI_Buffer> buffers;
-  for (int i = 0; i <= kArgs; ++i) {
+  for (int i = 0; i <= num_args; ++i) {
     buffers.push_back(MAKE(XLA_FFI_Buffer));
     buffers.back().dtype = static_cast<XLA_FFI_DataType>(arrays[i].dtype);
     buffers.back().data = arrays[i].data;
     buffers.back().rank = arrays[i].rank;
     buffers.back().dims = arrays[i].dims;
   }
-  std::vector<XLA_FFI_ArgType> arg_types(kArgs, XLA_FFI_ArgType_BUFFER);
+  std::vector<XLA_FFI_ArgType> arg_types(num_args, XLA_FFI_ArgType_BUFFER);
   std::vector<void*> args;
-  for (int i = 0; i < kArgs; ++i) args.push_back(&buffers[i]);
+  for (int i = 0; i < num_args; ++i) args.push_back(&buffers[i]);
   XLA_FFI_RetType ret_type = XLA_FFI_RetType_BUFFER;
-  void* ret = &buffers[kArgs];
+  void* ret = &buffers[num_args];
 
   auto span = [](const char* text) { return XLA_FFI_ByteSpan{text, std::strlen(text)}; };
   XLA_FFI_ByteSpan member_names[] = {span("sm_100"), span("sm_90")};  // attributes are sorted
@@ -271,7 +270,7 @@ const char* xla_call(XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*), int stage, u
   frame.ctx = reinterpret_cast<decltype(frame.ctx)>(stream);
   frame.stage = static_cast<XLA_FFI_ExecutionStage>(stage);
   frame.args = MAKE(XLA_FFI_Args);
-  frame.args.size = kArgs;
+  frame.args.size = num_args;
   frame.args.types = arg_types.data();
   frame.args.args = args.data();
   frame.rets = MAKE(XLA_FFI_Rets);

@@ -40,21 +40,38 @@ class Host:
         )
         self._library = ctypes.CDLL(library)
 
-    def call(self, stage, kernel, device=0, stream=0, other="", data=1 << 20, **shapes):
+    def call(
+        self,
+        stage,
+        kernel,
+        device=0,
+        stream=0,
+        other="",
+        data=1 << 20,
+        other_data=None,
+        **shapes,
+    ):
         """Calls a handler of the target; returns the error as "code message", or None.
 
         kernel is for Hopper and `other` for Blackwell. shapes: a (dtype, shape) for every
-        operand and the result; by default those of problem(kernel).
+        operand and, last, the result; by default those of problem(kernel). All buffers are at
+        the address data, but the last operand at other_data where it is given.
         """
-        arrays = shapes or problem(kernel)
+        shapes = shapes or problem(kernel)
+        if "old" in shapes:  # an operand more, before the result
+            shapes["out"] = shapes.pop("out")
+        arrays = [self._array(data, *x) for x in shapes.values()]
+        if other_data is not None:
+            arrays[-2].data = other_data
         handler = {INITIALIZE: "initialize", EXECUTE: "execute"}[stage]
         error = self._fake.xla_call(
-            getattr(self._library, f"pearl_jax_grouped_matmul_{handler}"),
+            getattr(self._library, f"pearl_jax_{handler}"),
             stage,
             ctypes.c_void_p(100 * device + stream),
             kernel.encode(),
             other.encode(),
-            (_Array * len(arrays))(*(self._array(data, *x) for x in arrays.values())),
+            (_Array * len(arrays))(*arrays),
+            len(arrays) - 1,
         )
         return error and error.decode()
 
@@ -76,9 +93,7 @@ class Host:
     def metadata(self, handler):
         """(major version, minor version, traits) of one handler."""
         values = (ctypes.c_int * 3)()
-        self._fake.xla_metadata(
-            getattr(self._library, f"pearl_jax_grouped_matmul_{handler}"), values
-        )
+        self._fake.xla_metadata(getattr(self._library, f"pearl_jax_{handler}"), values)
         return tuple(values)
 
     def binary(self, kernel):
@@ -96,13 +111,15 @@ def problem(kernel, batch=2, m=64, k=128, n=256, g=8):
     """Operands that the kernel of that name takes, as (dtype, shape)."""
     parts = kernel.split("_")
     dtype, out_dtype = (part for part in parts if part in DTYPES)
+    outer = "outer" in parts
+    rhs = (m, n) if outer else (g, n, k) if "gnk" in parts else (g, k, n)
     return {
         "lhs": (dtype, (batch, m, k)),
-        "rhs": (dtype, (1, g, n, k) if "gnk" in parts else (1, g, k, n)),
+        "rhs": (dtype, (1, *rhs)),
         "group_sizes": ("int32", (batch, 2 * g)),
         "group_offset": ("int32", (1,)),
         "batch_index": ("int32", (batch, 4)),
-        "out": (out_dtype, (batch, m, n)),
+        "out": (out_dtype, (batch, *((g, k, n) if outer else (m, n)))),
     }
 
 

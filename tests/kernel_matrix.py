@@ -89,6 +89,7 @@ def main():
     parser.add_argument("--only", default="*", metavar="PATTERN")
     args = parser.parse_args()
     specs = valid_specs(args.arch) if args.valid else tiling.kernels(args.arch)
+    specs = [s for s in specs if s.form in FORMS]
     specs = [s for s in specs if fnmatch.fnmatch(s.name, args.only)]
     width = max(len(s.name) for s in specs)
     print(f"{'kernel':<{width}}", *(f"{column:>8}" for column in CHECKS))

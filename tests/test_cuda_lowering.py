@@ -16,6 +16,7 @@ from pearl_jax import TileConfig, cuda, library, tiling
 
 M, K, N, G = 96, 128, 192, 4
 TARGET = "pearl_jax.grouped_matmul"
+OUTER = "pearl_jax.grouped_outer"
 
 
 @pytest.fixture(autouse=True)
@@ -55,16 +56,22 @@ def lower(f, *args):
 KERNELS = r'kernels = \{sm_100 = "([^"]*)", sm_90 = "([^"]*)"\}'
 
 
-def calls(text):
+def calls(text, target=TARGET):
     """For each call of the target: the Hopper kernel, and the types of operands and result."""
     found = []
     for line in text.splitlines():
-        if f"custom_call @{TARGET}(" in line:
+        if f"custom_call @{target}(" in line:
             kernels = re.search(KERNELS, line)
             types, result = re.search(r": \((.*)\) -> tensor<(.*)>$", line.strip()).groups()
             assert {*kernels.groups()} <= {*names(), ""}
             found.append((kernels[2], re.findall(r"tensor<([^>]*)>", types), result))
     return found
+
+
+def work(text):
+    """The operations beside the calls that compute, copy or convert floats."""
+    ops = r"stablehlo\.(transpose|pad|slice|dot_general|while|convert|concatenate|add|reduce)\b"
+    return [s for s in text.splitlines() if re.search(ops, s) and re.search(r"x(bf|f)\d+>", s)]
 
 
 def names():
@@ -175,15 +182,146 @@ def test_gradient_of_lhs(transpose_rhs):
 
 
 def test_both_gradients():
-    """Forward and lhs by kernels; the weights' gradient in plain XLA, of any implementation."""
+    """A training step is three kernels, on operands that nobody transposes, copies or converts."""
 
     def both(x, w, s, ct):
         f = lambda x, w: pearl_jax.grouped_matmul(x, w, s, implementation="cuda")
         out, vjp = jax.vjp(f, x, w)
         return out, *vjp(ct)
 
-    found = calls(lower(both, *operands(), spec(M, N)))
+    text = lower(both, *operands(), spec(M, N))
+    found = calls(text)
     assert [("_gkn_" in name, "_gnk_" in name) for name, *_ in found] == [(1, 0), (0, 1)]
+    ((name, types, result),) = calls(text, OUTER)
+    assert types[:2] == [f"1x{M}x{K}xbf16", f"1x{M}x{N}xbf16"]
+    assert result == f"1x{G}x{K}x{N}xbf16"
+    assert name in names()
+    assert not work(text)
+
+
+def outer(**options):
+    return functools.partial(pearl_jax.grouped_outer, **options)
+
+
+def outer_operands(dtype="bfloat16", m=M, k=K, n=N, g=G):
+    return spec(m, k, dtype=dtype), spec(m, n, dtype=dtype), spec(g, dtype="int32")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("out_dtype", ["same", "float32"])
+@pytest.mark.parametrize(("k", "n"), [(128, 192), (72, 192), (128, 200), (72, 200), (1408, 256)])
+def test_outer(dtype, out_dtype, k, n):
+    """One call, on the operands as they are but for a batch axis of size 1."""
+    out_dtype = dtype if out_dtype == "same" else out_dtype
+    text = lower(outer(preferred_element_type=out_dtype), *outer_operands(dtype, k=k, n=n))
+    ((name, types, result),) = calls(text, OUTER)
+    short, short_out = (
+        {"bfloat16": "bf16"}.get(d, d.replace("loat", "")) for d in (dtype, out_dtype)
+    )
+    assert types == [f"1x{M}x{k}x{short}", f"1x{M}x{n}x{short}", f"1x{G}xi32", "1xi32", "1x4xi32"]
+    assert result == f"1x{G}x{k}x{n}x{short_out}"
+    tile = tiling.choose_outer_tile("sm_90a", k, n)
+    assert name == tiling.kernel("sm_90a", "wgrad", dtype, out_dtype, k, n, tile).name
+    assert name in names()
+    assert not work(text)
+    assert not calls(text)
+
+
+def test_outer_tile_by_hand():
+    for tile in tiling.tiles("sm_90a", "wgrad"):
+        ((name, *_),) = calls(lower(outer(tile=tile), *outer_operands()), OUTER)
+        assert name.endswith(f"_{tile}")
+
+
+def test_outer_in_padded_columns(caplog):
+    with caplog.at_level("WARNING", "pearl_jax"):
+        text = lower(outer(), *outer_operands(k=100, n=250))
+    ((_, types, result),) = calls(text, OUTER)
+    assert types[:2] == [f"1x{M}x104xbf16", f"1x{M}x256xbf16"]
+    assert result == f"1x{G}x104x256xbf16"
+    assert f"-> tensor<{G}x100x250xbf16>" in text
+    assert "grouped_outer copies its operands on the GPU" in caplog.text
+
+
+def test_outer_of_nothing():
+    for zero in ("m", "k", "n", "g"):
+        assert not calls(lower(outer(), *outer_operands(**{zero: 0})), OUTER)
+
+
+@pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
+def test_accumulate_is_the_memory_of_the_result(out_dtype):
+    """One more operand, which the call writes to: nothing is added outside of it."""
+    args = *outer_operands(), spec(G, K, N, dtype=out_dtype)
+    f = lambda x, y, s, a: outer(preferred_element_type=out_dtype, accumulate=a)(x, y, s)
+    text = lower(f, *args)
+    ((_, types, result),) = calls(text, OUTER)
+    assert len(types) == 6
+    assert types[5] == result
+    assert re.search(r"output_operand_alias<.*operand_index = 5", text)
+    assert not work(text)
+
+
+def test_outer_sums_over_batches_in_the_kernel():
+    """The gradient of weights that all batches share: one result, of three parts each."""
+
+    def gradient(x, w, s, ct):
+        f = jax.vmap(lambda x, w: pearl_jax.grouped_matmul(x, w, s), (0, None))
+        return jax.vjp(lambda w: f(x, w), w)[1](ct)[0]
+
+    text = lower(gradient, spec(BATCH, M, K), *operands()[1:], spec(BATCH, M, N))
+    ((_, types, result),) = calls(text, OUTER)
+    assert types[:2] == [f"{BATCH}x{M}x{K}xbf16", f"{BATCH}x{M}x{N}xbf16"]
+    assert types[4] == f"{BATCH}x4xi32"
+    assert result == f"1x{G}x{K}x{N}xbf16"
+    # JAX then takes the batch axis away, of size 1.
+    assert not [line for line in work(text) if f"tensor<1x{G}x{K}x{N}xbf16>" not in line]
+
+
+def test_batches_that_are_summed_are_consecutive():
+    a, b = 2, 3
+    sizes, offset = jnp.zeros((a, b, G), jnp.int32), jnp.zeros((), jnp.int32)
+    operands = (jnp.zeros((a, 1, M, K)), 2), (jnp.zeros((1, b, M, N)), 2), (sizes, 1), (offset, 0)
+    flat = [(i, j, i * b + j, 0) for j in range(b) for i in range(a)]
+    np.testing.assert_array_equal(cuda._batch_index((a, b), operands, (0,)), flat)
+
+
+@pytest.mark.parametrize("precision", [None, "highest"])
+def test_float32_cotangent_of_a_bfloat16_call(precision, caplog):
+    """Both gradients by kernels, on the two halves of the cotangent: three for highest."""
+    parts = 3 if precision == "highest" else 2
+
+    def both(x, w, s, ct):
+        f = matmul(preferred_element_type="float32", precision=precision, implementation="cuda")
+        return jax.vjp(lambda x, w: f(x, w, s), x, w)[1](ct)
+
+    with caplog.at_level("WARNING", "pearl_jax"):
+        text = lower(both, *operands(), spec(M, N, dtype="float32"))
+    dgrad = [c for c in calls(text) if "_gnk_" in c[0]]
+    wgrad = calls(text, OUTER)
+    assert len(dgrad) == len(wgrad) == parts
+    for _, types, result in dgrad:
+        assert (types[0], result) == (f"1x{M}x{N}xbf16", f"1x{M}x{K}xf32")
+    for i, (_, types, result) in enumerate(wgrad):
+        assert (types[1], result) == (f"1x{M}x{N}xbf16", f"1x{G}x{K}x{N}xf32")
+        assert len(types) == (6 if i else 5)  # the later ones add to the first
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e30, 1e-20])
+@pytest.mark.parametrize(("precision", "bound"), [(None, 2.0**-17), (lax.Precision.HIGHEST, 0)])
+def test_parts_sum_to_the_value(scale, precision, bound):
+    x = (np.random.default_rng(0).standard_normal(1000) * scale).astype(np.float32)
+    parts = jax.jit(lambda x: cuda._parts(x, jnp.dtype("bfloat16"), precision))(x)
+    total = sum(np.asarray(p, np.float64) for p in parts)
+    assert np.max(np.abs(total - x) / np.abs(x)) <= bound
+    assert len(parts) == (2 if bound else 3)
+
+
+def test_parts_of_infinity_are_not_nan():
+    x = jnp.array([jnp.inf, -jnp.inf, 0.0, 3.0])
+    small, large = cuda._parts(x, jnp.dtype("bfloat16"), None)
+    np.testing.assert_array_equal(large, x.astype("bfloat16"))
+    np.testing.assert_array_equal(small, jnp.zeros(4, "bfloat16"))
 
 
 # Batches: which batch of each operand a batch of the result takes.
@@ -207,7 +345,7 @@ def batch_index(f, *args):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax.ffi, "ffi_call", ffi_call)
-        run = lambda *args: cuda._call(
+        run = lambda *args: cuda._matmul(
             *args, transpose_rhs=False, precision=None, out_dtype=jnp.dtype("bfloat16"), tile=None
         )
         f(run)(*args)
@@ -334,16 +472,29 @@ def test_symbolic_shapes_have_no_kernel(caplog):
         export(matmul(implementation="cuda"))
 
 
-def test_outer_has_no_kernel(caplog):
-    args = spec(M, K), spec(M, N), spec(G, dtype="int32")
+def test_outer_falls_back_as_the_matmul_does(caplog):
+    args = outer_operands("float32")
     with caplog.at_level("WARNING", "pearl_jax"):
-        text = lower(pearl_jax.grouped_outer, *args)
-        lower(pearl_jax.grouped_outer, *args[:2], spec(2, dtype="int32"))
-    assert not calls(text)
+        text = lower(outer(), *args)
+        lower(outer(), *outer_operands("float32", g=2))
+    assert not calls(text, OUTER)
     assert len(caplog.records) == 1
-    assert "grouped_outer runs in plain XLA on the GPU: it has no kernels" in caplog.text
-    with pytest.raises(ValueError, match="grouped_outer: implementation='cuda' cannot"):
-        lower(functools.partial(pearl_jax.grouped_outer, implementation="cuda"), *args)
+    assert "grouped_outer runs in plain XLA on the GPU: its kernels take" in caplog.text
+    with pytest.raises(ValueError, match="grouped_outer: implementation='cuda' cannot run, its"):
+        lower(outer(implementation="cuda"), *args)
+    with pytest.raises(ValueError, match="its kernels have the tiles"):
+        lower(outer(implementation="cuda", tile=SOME_TILE), *outer_operands())
+
+
+def test_outer_on_a_gpu_that_it_has_no_kernels_for(monkeypatch, caplog):
+    """It falls back with the reason while lowering, not in the handler; the matmul does not."""
+    monkeypatch.setattr(library, "present_arch", lambda: "sm_100f")
+    with caplog.at_level("WARNING", "pearl_jax"):
+        assert not calls(lower(outer(), *outer_operands()), OUTER)
+    assert (
+        "grouped_outer runs in plain XLA on the GPU: it has no kernels for sm_100f" in caplog.text
+    )
+    assert calls(lower(matmul(), *operands()))
 
 
 def test_xla_never_calls_the_kernel(caplog):
@@ -357,7 +508,7 @@ def test_xla_never_calls_the_kernel(caplog):
     with caplog.at_level("WARNING", "pearl_jax"):
         text = lower(both, *operands(), spec(M, N))
         batched = lower(jax.vmap(f, (0, None, None)), spec(2, M, K), *operands()[1:])
-    assert not calls(text)
+    assert "pearl_jax." not in text
     assert not calls(batched)
     assert not caplog.records
 

@@ -197,6 +197,18 @@ bad(
     f"the result has 4 groups, more than the 3 of group_sizes {XY}", num_groups=4, group_offset=0,
 )  # fmt: skip
 
+bad(
+    "outer-accumulate-list", grouped_outer, (X, Y, S), TypeError,
+    "accumulate must be an array, got list", accumulate=[1.0],
+)  # fmt: skip
+for name, wrong in (
+    ("shape", jnp.zeros((2, 4, 5))), ("dtype", jnp.zeros((3, 4, 5), "bfloat16"))
+):  # fmt: skip
+    bad(
+        f"outer-accumulate-{name}", grouped_outer, (X, Y, S), ValueError,
+        "accumulate must be like the result f32[3,4,5], got", accumulate=wrong,
+    )  # fmt: skip
+
 # ragged_dot_general and the out_sharding that both of the jax.lax names take.
 for f, args in ((ragged_dot, (X, W, S)), (ragged_dot_general, (X, W, S, ROWS))):
     bad(
@@ -519,7 +531,8 @@ def test_only_arrays_in_the_signature_cudnn_frontend_260():
     for function in (grouped_matmul, grouped_outer, ragged_dot):
         parameters = inspect.signature(function).parameters
         assert list(parameters)[:3] == ["lhs", "rhs", "group_sizes"]
-        assert set(parameters) - static == {"lhs", "rhs", "group_sizes", "group_offset"}
+        arrays = {"lhs", "rhs", "group_sizes", "group_offset"}
+        assert set(parameters) - static - {"accumulate"} == arrays
         assert all(p.default is not p.empty for n, p in parameters.items() if n in static)
     for name in ("ragged_dot", "ragged_dot_general"):
         ours, theirs = (inspect.signature(getattr(a, name)) for a in (pearl_jax, lax))

@@ -321,6 +321,48 @@ def test_rejected_calls(gpu, change, expected):
     assert not gpu.calls("cuLaunchKernelEx")
 
 
+OUTER = kernel("wgrad", "bfloat16", "float32")
+
+
+@built
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"rhs": ("bfloat16", (1, 65, 256))}, "operands are not what the kernel takes"),
+        ({"out": ("bfloat16", (2, 8, 128, 256))}, "operands are not what the kernel takes"),
+        ({"out": ("float32", (2, 8, 128, 128))}, "operands are not what the kernel takes"),
+        ({"out": ("float32", (2, 64, 256))}, "operands are not what the kernel takes"),
+        ({"batch_index": ("int32", (3, 4))}, "operands are not what the kernel takes"),
+        ({"data": 8}, "not aligned to 16 bytes"),
+        (fake_gpu.problem(OUTER, m=1 << 30), r"must be 1 to 2\^31 - 1"),
+        (fake_gpu.problem(OUTER, m=0), r"must be 1 to 2\^31 - 1"),
+    ],
+)
+def test_rejected_outer_products(gpu, change, expected):
+    error = gpu.call(EXECUTE, **{"kernel": OUTER} | fake_gpu.problem(OUTER) | change)
+    assert error.partition(" ")[2].startswith("pearl_jax.grouped_outer: ")
+    assert re.search(expected, error)
+    assert not gpu.calls("cuLaunchKernelEx")
+
+
+@built
+def test_outer_product_sums_over_batches_and_adds(gpu):
+    """Six batches make two results; a sixth operand is the memory of the result, or an error."""
+    shapes = fake_gpu.problem(OUTER, batch=6)
+    shapes["out"] = ("float32", (2, *shapes["out"][1][1:]))
+    assert gpu.call(EXECUTE, OUTER, **shapes) is None
+    old = {"old": shapes["out"], "out": shapes["out"]}
+    assert gpu.call(EXECUTE, OUTER, **shapes | old) is None
+    assert len(gpu.calls("cuLaunchKernelEx")) == 2
+    assert "not what the kernel takes" in gpu.call(
+        EXECUTE, OUTER, other_data=1 << 21, **shapes | old
+    )
+    matmul = fake_gpu.problem(KERNEL)
+    old = {"old": matmul["out"], "out": matmul["out"]}
+    assert "not what the kernel takes" in gpu.call(EXECUTE, KERNEL, **matmul | old)
+    assert not gpu.calls("cuLaunchKernelEx")
+
+
 @built
 @pytest.mark.parametrize("empty", ["batch", "m", "n"])
 def test_empty_result_launches_nothing(gpu, empty):

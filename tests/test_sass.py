@@ -70,18 +70,28 @@ def check_hopper(spec, all_that):
     # A K tile of 64 takes four steps at each extent, and nothing else is computed.
     dtype = {"bfloat16": ".BF16", "float16": ""}[spec.dtype]
     products = all_that("HGMMA")
-    assert set(products) == {
-        f"HGMMA.64x{n}x16.F32{dtype}" for n in tiling.EXTENTS if n <= spec.tile.m
-    }
+    outer = spec.form == "wgrad"
+    extents = [spec.tile.m] if outer else [n for n in tiling.EXTENTS if n <= spec.tile.m]
+    assert set(products) == {f"HGMMA.64x{n}x16.F32{dtype}" for n in extents}
     assert all(n % 4 == 0 for n in products.values())
     # A stage of weights is one 4-D request if wide, and a 3-D request for each K tile if not.
-    # (There are several of a kind, as the loop around them is unrolled.) Rows are 2-D.
+    # (There are several of a kind, as the loop around them is unrolled.) Rows are 2-D. Of an
+    # outer product both operands have two dimensions more, for the end of the group.
     requests = all_that("UTMALDG")
     dimensions = {name.split(".")[1] for name in requests}
-    assert dimensions == {"2D", "4D" if spec.wide else "3D"}
+    if outer:
+        assert dimensions == {"5D" if spec.wide else "4D"}
+    else:
+        assert dimensions == {"2D", "4D" if spec.wide else "3D"}
     assert any("MULTICAST" in name for name in requests) == (spec.tile.cluster > 1)
     # Results leave in 16 bytes a thread.
     assert set(all_that("STG")) == {"STG.E.128"}
+    # And so comes what they are added to; all other loads are of single numbers.
+    assert set(all_that("LDG")) == ({"LDG.E", "LDG.E.128"} if outer else {"LDG.E"})
+    if outer:  # an element of the result each
+        stores = spec.tile.m * spec.tile.n // 256 * (4 if spec.out_dtype == "float32" else 2) // 16
+        assert all_that("LDG.E.128") == {"LDG.E.128": stores}
+        assert all_that("STG") == {"STG.E.128": stores}
     # The producers give registers to the consumers.
     assert len(all_that("USETMAXREG.DEALLOC")) == len(all_that("USETMAXREG.TRY_ALLOC")) == 1
 

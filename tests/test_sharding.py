@@ -163,6 +163,25 @@ def test_outer(rng, mesh, case):
     close(jax.jit(GRADS[pearl_jax.grouped_outer])(*args), want_grads)
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("case", [*OUTER, "g"])
+def test_accumulate(rng, case, kind):
+    """It is added once, where the result lies: as much is exchanged as without it."""
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(kind,) * 2)
+    specs = (P("x"), P("x"), P("y"), ["all-reduce"])
+    lhs_spec, rhs_spec, out_spec, expected = OUTER.get(case, specs)
+    lhs = rng.standard_normal((M, K)).astype("float32")
+    rhs = rng.standard_normal((M, N)).astype("float32")
+    old = rng.standard_normal((G, K, N)).astype("float32")
+    want = on_one_device(pearl_jax.grouped_outer, lhs, rhs, SIZES) + old
+    call = lambda a, b, s, old: pearl_jax.grouped_outer(a, b, s, accumulate=old)
+    args = put(mesh, lhs, lhs_spec), put(mesh, rhs, rhs_spec), put(mesh, SIZES, P())
+    args += (put(mesh, old, out_spec),)
+    with jax.set_mesh(mesh):
+        assert collectives(compiled_text(call, *args)) == expected
+        close(jax.jit(call)(*args), want)
+
+
 def test_outer_sharded_by_group(rng):
     """Asked for a result sharded by group, each device computes its own groups only."""
     mesh = auto_mesh((2, 4), ("x", "y"))

@@ -48,10 +48,22 @@ def test_choice_without_rows_or_groups(arch):
             assert tile in tiling.tiles(arch, form)
 
 
+def test_outer_tile_covers_the_result_with_the_least_waste():
+    """Where k or n ends in half a tile of one orientation, it fits the other."""
+    outer = tiling.tiles("sm_90a", "wgrad")
+    assert tiling.choose_outer_tile("sm_90a", 2048, 1408) == TileConfig(256, 128, 64)
+    assert tiling.choose_outer_tile("sm_90a", 1408, 2048) == TileConfig(128, 256, 64)
+    for k in (8, 64, 130, 256, 2048):
+        for n in (8, 100, 128, 200, 768):
+            tile = tiling.choose_outer_tile("sm_90a", k, n)
+            covered = {t: -(-k // t.m) * t.m * -(-n // t.n) * t.n for t in outer}
+            assert covered[tile] == min(covered.values())
+
+
 @every_arch
 @pytest.mark.parametrize("out_dtype", ["same", "float32"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", tiling.FORMS)
 def test_every_problem_has_a_compiled_kernel(arch, form, dtype, out_dtype):
     """For every tile, and k and n that are multiples of 8, 64 or both."""
     out_dtype = dtype if out_dtype == "same" else out_dtype
@@ -61,9 +73,9 @@ def test_every_problem_has_a_compiled_kernel(arch, form, dtype, out_dtype):
             for n in (8, 64, 200, 256, 4096):
                 spec = tiling.kernel(arch, form, dtype, out_dtype, k, n, tile)
                 assert spec in compiled
-                contiguous = k if form == "dgrad" else n
+                contiguous = {"fwd": [n], "dgrad": [k], "wgrad": [k, n]}[form]
                 columns = {"sm_90a": 8, "sm_100f": 16}[arch]  # of one store
-                assert spec.wide == (contiguous % 64 == 0 and n % columns == 0)
+                assert spec.wide == (all(c % 64 == 0 for c in contiguous) and n % columns == 0)
 
 
 @every_arch
@@ -76,6 +88,14 @@ def test_every_kernel_is_one_that_some_problem_gets(arch):
         for k, n in ((64, 64), (72, 72))
         for tile in sweep(arch, form).values()
     }
+    if tiling.tiles(arch, "wgrad"):
+        reached |= {
+            tiling.kernel(arch, "wgrad", dtype, out_dtype, k, n, tile)
+            for dtype in ("bfloat16", "float16")
+            for out_dtype in (dtype, "float32")
+            for k, n in ((64, 64), (64, 256), (72, 72), (72, 256))
+            for tile in [tiling.choose_outer_tile(arch, k, n)]
+        }
     assert reached == set(tiling.kernels(arch))
 
 
@@ -84,13 +104,9 @@ def test_names_are_unique():
     specs = [s for arch in ("sm_90a", "sm_100f") for s in tiling.kernels(arch)]
     assert len({s.name for s in specs}) == len(specs)
     for s in specs:
-        assert re.fullmatch(r"grouped_matmul_\w+", s.name)
-        for part in (
-            s.dtype,
-            s.out_dtype,
-            f"_{'gnk' if s.form == 'dgrad' else 'gkn'}_",
-            str(s.tile),
-        ):
+        start = {"fwd": "grouped_matmul_gkn", "dgrad": "grouped_matmul_gnk"}
+        assert s.name.startswith(start.get(s.form, "grouped_outer") + f"_{s.arch}_")
+        for part in (s.dtype, s.out_dtype, str(s.tile)):
             assert part in s.name
         assert f"_{'wide' if s.wide else 'plain'}_" in s.name
     fields = (64, 128, 64, 1, 1, False)

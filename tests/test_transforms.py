@@ -54,6 +54,50 @@ def test_jacobians_and_hessian(op):
     close(jnp.tensordot(lr, rhs, rhs.ndim), jax.grad(lambda a: jnp.sum(call(a, rhs)))(lhs))
 
 
+def added(lhs, rhs, accumulate):
+    return pearl_jax.grouped_outer(lhs, rhs, SIZES, accumulate=accumulate)
+
+
+def added_afterwards(lhs, rhs, accumulate):
+    return pearl_jax.grouped_outer(lhs, rhs, SIZES) + accumulate
+
+
+ADDED = (M, K), (M, N), (G, K, N)
+
+
+@pytest.mark.parametrize("subset", [*itertools.product([None, 0], repeat=3), (2, 1, 3)])
+def test_accumulate_is_an_addition(rng, subset):
+    """In value and gradient, also where vmap goes over some of the operands, on some axis."""
+    shapes = [(*s[:d], B, *s[d:]) if d is not None else s for s, d in zip(ADDED, subset)]
+    args = [jnp.asarray(rng.standard_normal(s), jnp.float32) for s in shapes]
+    found = []
+    for f in (added, added_afterwards):
+        if subset != (None,) * 3:
+            f = jax.vmap(f, subset)
+        loss = lambda *args, f=f: jnp.sum(jnp.sin(f(*args)))
+        found.append((f(*args), jax.grad(loss, (0, 1, 2))(*args), jax.jvp(f, args, args)))
+    close(*found)
+
+
+def test_accumulate_is_linear(rng):
+    """Its transpose is the cotangent itself; together with either factor as well."""
+    x, y, a = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ADDED)
+    check_grads(added, (x, y, a), order=2)
+    (ct,) = jax.linear_transpose(lambda a: added(0 * x, y, a), a)(a)
+    np.testing.assert_array_equal(ct, a)
+    ct_x, ct_a = jax.linear_transpose(lambda x, a: added(x, y, a), x, a)(a)
+    np.testing.assert_array_equal(ct_a, a)
+    close(ct_x, pearl_jax.grouped_matmul(y, a, SIZES, transpose_rhs=True))
+
+
+def test_accumulate_is_added_before_rounding():
+    """1 + 2**-9 + 2**-9 is not 1 in bfloat16, though each sum of two of them is."""
+    x, y = jnp.array([[1.0], [2.0**-9]], "bfloat16"), jnp.array([[1.0], [1.0]], "bfloat16")
+    a = jnp.array([[[2.0**-8]]], "bfloat16")
+    out = pearl_jax.grouped_outer(x, y, jnp.array([2]), accumulate=a)
+    assert float(out[0, 0, 0]) == 1 + 2.0**-7  # of 1 + 2**-9 + 2**-8, the nearest
+
+
 def test_linear_transpose(op):
     function, lhs, rhs = op
     call = lambda a, b: function(a, b, SIZES)

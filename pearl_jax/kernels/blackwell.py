@@ -117,8 +117,10 @@ class BlackwellGroupedMatmul:
         weights, weights_tiler = forms.weights_tensor(
             self.spec, rhs, n, k, rhs_batches * num_groups, self.box_columns
         )
-        weights_smem = forms.weights_smem_layout(
-            self.spec, self.dtype, self.box_columns, self.halves * self.weights_stages
+        weights_smem = forms.smem_layout(
+            forms.weights_major(self.spec),
+            self.dtype,
+            (self.box_columns, self.tile.k, self.halves * self.weights_stages),
         )
         weights_atom, weights_tma = cpasync.make_tiled_tma_atom(
             cpasync.CopyBulkTensorTileG2SOp(self.group),

@@ -14,6 +14,7 @@ nothing goes through shared memory.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import cutlass
 import cutlass.cute as cute
@@ -31,6 +32,19 @@ def _pack(dtype, low, high):
         _PACK[dtype] + " {$w0}, {$r0}, {$r1};",
         write_only_types=[Uint32],
         read_only_args=[high, low],
+    )
+
+
+def _unpack(dtype, pair):
+    """The two 16-bit values of a register as float32."""
+    if dtype is BFloat16:
+        parts = pair << 16, pair & Uint32(0xFFFF0000)
+        return [x.bitcast(Float32) for x in parts]
+    return cute.arch.inline_ptx(
+        "{ .reg .b16 low, high; mov.b32 {low, high}, {$r0}; "
+        "cvt.f32.f16 {$w0}, low; cvt.f32.f16 {$w1}, high; }",
+        write_only_types=[Float32, Float32],
+        read_only_args=[pair],
     )
 
 
@@ -88,6 +102,19 @@ class Output:
             predicate=predicate,
         )
 
+    def load(self, row, column, inside):
+        """The 4 registers that store would overwrite; 0 where it would write nothing."""
+        letter = "f" if self.dtype is Float32 else "b"
+        offset = (row * Int64(self.n) + column) * (self.dtype.width // 8)
+        zeros = " ".join(f"mov.{letter}32 {{$w{i}}}, {{$r2}};" for i in range(4))
+        zero = Float32(0.0) if self.dtype is Float32 else Uint32(0)
+        return cute.arch.inline_ptx(
+            f"{{ .reg .pred p; setp.ne.s32 p, {{$r1}}, 0; {zeros} "
+            f"@p ld.global.v4.{letter}32 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, [{{$r0}}]; }}",
+            write_only_types=[type(zero)] * 4,
+            read_only_args=[self.pointer.toint() + offset, Int32(inside & (column < self.n)), zero],
+        )
+
     @cute.jit
     def store_zero_row(self, row: Int64):
         """One row becomes 0; one warp."""
@@ -114,6 +141,11 @@ def write_zeros(scheduler, out, warp, num_warps: cutlass.Constexpr):
             i += step
 
 
+def _place_16bit(lane):
+    """The (token, column) of 16 x 16 whose 8 columns a lane has after the exchanges."""
+    return 8 * (lane % 4 // 2) + lane // 4, 8 * (lane % 2)
+
+
 def _store_16bit(dtype, value, lane, store):
     """value(c, h, block) -> one store of 8 columns of one of 16 tokens."""
     pairs = [
@@ -122,42 +154,87 @@ def _store_16bit(dtype, value, lane, store):
         for h in range(2)
     ]
     # Now each pair is two columns of token lane // 4; the quad shares blocks and halves.
-    quad = lane % 4
-    token, column = 8 * (quad // 2) + lane // 4, 8 * (quad % 2)
-    store(token, column, _transpose(Uint32, pairs, lane, 1))
+    store(*_place_16bit(lane), _transpose(Uint32, pairs, lane, 1))
+
+
+def _add_16bit(dtype, add, lane, load):
+    pairs = _transpose(Uint32, load(*_place_16bit(lane)), lane, 1)
+    for i, (block, h) in enumerate(itertools.product(range(2), range(2))):
+        for c, old in enumerate(_unpack(dtype, _transpose8(pairs[i]))):
+            add(c, h, block, old)
+
+
+def _place_float32(lane):
+    """The same for 4 columns, of the first 8."""
+    quad = (lane // 4) % 4
+    return 8 * (quad // 2) + 2 * (lane % 4) + quad % 2, 4 * (lane // 16)
 
 
 def _store_float32(value, lane, store):
     """value(c, h, block) -> two stores of 4 columns of one of 16 tokens."""
-    quad = (lane // 4) % 4
-    token, column = 8 * (quad // 2) + 2 * (lane % 4) + quad % 2, 4 * (lane // 16)
+    token, column = _place_float32(lane)
     for h in range(2):
         values = [value(c, h, block) for block in range(2) for c in range(2)]
         store(token, 8 * h + column, _transpose(Float32, values, lane, 4))
 
 
-def store_accumulators(out, accumulators, first_row, rows, first_column):
+def _add_float32(add, lane, load):
+    token, column = _place_float32(lane)
+    for h in range(2):
+        values = _transpose(Float32, load(token, 8 * h + column), lane, 4)
+        for i, (block, c) in enumerate(itertools.product(range(2), range(2))):
+            add(c, h, block, values[i])
+
+
+def blocks(accumulators):
+    """The (16 tokens, 128 columns) of a fragment, as a list of (i, j): what a round covers.
+
+    accumulators: ((2, 2, blocks of 8 tokens), blocks of 128 columns, 1), float32.
+    """
+    tokens, columns = (cute.size(accumulators, mode=[i]) for i in range(2))
+    return [(i, j) for j in range(columns) for i in range(tokens // 8)]
+
+
+def store_accumulators(out, accumulators, first_row, rows, first_column, some=None):
     """Writes the fragment of one warp, tokens along N: tokens [0, rows) from first_row on.
 
-    accumulators: ((2, 2, blocks of 8 tokens), blocks of 128 columns, 1), float32;
-    first_column: the warp's first column of block 0.
+    first_column: the warp's first column of the first 128; some: of the blocks, or all.
     """
     lane = cute.arch.lane_idx()
-    for i in range(cute.size(accumulators, mode=[1])):
-        for unit in range(cute.size(accumulators, mode=[0]) // 8):
+    for i, j in some or blocks(accumulators):
 
-            def value(c, h, block):
-                return accumulators[((c, h, 2 * unit + block), i, 0)]
+        def value(c, h, block, i=i, j=j):
+            return accumulators[(c, h, 2 * i + block), j, 0]
 
-            def store(token, column, values):
-                token = TOKENS * unit + token
-                column = first_column + 128 * i + column
-                out.store(first_row + Int64(token), column, values, token < rows)
+        def store(token, column, values, i=i, j=j):
+            token, column = TOKENS * i + token, first_column + 128 * j + column
+            out.store(first_row + Int64(token), column, values, token < rows)
 
-            if out.dtype is Float32:
-                _store_float32(value, lane, store)
-            else:
-                _store_16bit(out.dtype, value, lane, store)
+        if out.dtype is Float32:
+            _store_float32(value, lane, store)
+        else:
+            _store_16bit(out.dtype, value, lane, store)
+
+
+def add_stored(out, accumulators, first_row, rows, first_column, some):
+    """Adds to some blocks of the fragment what store_accumulators would overwrite.
+
+    By the exchanges of a store in the other order, as each is its own inverse.
+    """
+    lane = cute.arch.lane_idx()
+    for i, j in some:
+
+        def add(c, h, block, old, i=i, j=j):
+            accumulators[(c, h, 2 * i + block), j, 0] += old
+
+        def load(token, column, i=i, j=j):
+            token, column = TOKENS * i + token, first_column + 128 * j + column
+            return out.load(first_row + Int64(token), column, token < rows)
+
+        if out.dtype is Float32:
+            _add_float32(add, lane, load)
+        else:
+            _add_16bit(out.dtype, add, lane, load)
 
 
 def store_tokens_along_n(out, groups, first_row, rows, first_column):

@@ -11,8 +11,9 @@ a box of rank 4 takes several spans at once, and one request fetches the whole s
 
 from __future__ import annotations
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Int64
+from cutlass import Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.nvgpu.common import OperandMajorMode
 
@@ -23,6 +24,15 @@ _SPAN = 64  # elements of 16 bits in the 128 bytes of one swizzle span
 
 def weights_major(spec):
     return OperandMajorMode.K if spec.form == "dgrad" else OperandMajorMode.MN
+
+
+def smem_layout(major, dtype, shape):
+    """(rows, columns, stages): spans of the contiguous mode, one panel after the other."""
+    if major is OperandMajorMode.K:
+        kind, order = warpgroup.SmemLayoutAtomKind.K_SW128, (0, 1, 2)
+    else:
+        kind, order = warpgroup.SmemLayoutAtomKind.MN_SW128, (1, 0, 2)
+    return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, dtype), shape, order=order)
 
 
 def weights_tensor(spec, pointer, n, k, num_groups, tile_n):
@@ -44,17 +54,44 @@ def weights_tensor(spec, pointer, n, k, num_groups, tile_n):
     return cute.make_tensor(pointer, cute.make_layout(shape, stride=stride)), tiler
 
 
-def weights_smem_layout(spec, dtype, tile_n, stages):
-    """(tile_n, tile.k, stages): spans of the contiguous mode, one panel after the other."""
-    if spec.form == "dgrad":
-        kind, order = warpgroup.SmemLayoutAtomKind.K_SW128, (0, 1, 2)
-    else:
-        kind, order = warpgroup.SmemLayoutAtomKind.MN_SW128, (1, 0, 2)
-    atom = warpgroup.make_smem_layout_atom(kind, dtype)
-    return cute.tile_to_shape(atom, (tile_n, spec.tile.k, stages), order=order)
-
-
 def tokens_smem_layout(dtype, box_rows, boxes, stages):
     """(box_rows, K_TILE, boxes, stages): one box of rows after the other."""
     atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
     return cute.tile_to_shape(atom, (box_rows, K_TILE, boxes, stages), order=(0, 1, 2, 3))
+
+
+# Rows of a group, and no others, for sums over rows. The copy engine fills what lies past
+# the end of a tensor with zeros, so each group needs a tensor that ends with it. One map
+# serves them all: its rows have three coordinates (row, end, wrap), and the address of
+
+#   (_ROWS - left + i, first + left, _ROWS)    is that of row first + i,
+
+# since _ROWS of the last stride are 2**64 bytes less _ROWS rows, and addresses wrap around.
+# Of the rows from `first` on, the first `left` then lie inside and all others are zeros.
+_ROWS = 2**30
+
+
+def ragged_tensor(pointer, rows, columns, wide, tile):
+    """The (column, row) tensor of rows of groups, and the tiler that cuts out a stage.
+
+    rows: of the tensor in memory; tile: (columns, rows) of a stage.
+    """
+    size = pointer.dtype.width // 8
+    stride = Int64(columns)
+    shape, strides, tiler = columns, 1, tile[0]
+    if wide:
+        columns = cute.assume(columns, divby=_SPAN)
+        shape, strides, tiler = (_SPAN, columns // _SPAN), (1, _SPAN), (_SPAN, tile[0] // _SPAN)
+    layout = cute.make_layout(
+        (shape, (_ROWS, rows + 1, _ROWS + 1)),
+        stride=(strides, (stride, stride, 2**64 // _ROWS // size - stride)),
+    )
+    return cute.make_tensor(pointer, layout), (tiler, (tile[1], 1, 1))
+
+
+def ragged_tile(tensor, tiler, column_tile, first, left):
+    """One stage of ragged_tensor: rows first on, of which left are there, at most a tile's."""
+    here = cutlass.min(left, tiler[1][0])
+    columns = (0, 0) if isinstance(tiler[0], tuple) else 0
+    rows = (_ROWS - here, first + here, Int32(_ROWS))
+    return cute.local_tile(cute.domain_offset((columns, rows), tensor), tiler, (column_tile, 0))

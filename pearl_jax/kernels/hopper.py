@@ -5,26 +5,24 @@ from __future__ import annotations
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int32, Int64
+from cutlass import Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.nvgpu.common import OperandMajorMode
-from cutlass.cute.runtime import make_ptr
-from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
 from pearl_jax import tiling
 from pearl_jax.kernels import epilogue, forms
-from pearl_jax.kernels.pipeline import Ring
+from pearl_jax.kernels.hopper_outer import HopperGroupedOuter
+from pearl_jax.kernels.mainloop import (
+    CONSUMER_REGISTERS,
+    DTYPES,
+    PRODUCER_REGISTERS,
+    THREADS,
+    WARPGROUP,
+    Mainloop,
+    compile_launcher,
+)
 from pearl_jax.kernels.scheduler import Scheduler
 from pearl_jax.tiling import K_TILE, KernelSpec
-
-_DTYPES = {"bfloat16": BFloat16, "float16": Float16, "float32": Float32}
-
-_WARPGROUP = 128
-_CONSUMERS = 2  # warpgroups
-# Registers of a thread: the CTA has 65536, and the consumers' share must not exceed what
-# the producers give back, or the increase waits for ever.
-_PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232
-assert _WARPGROUP * (_PRODUCER_REGISTERS + _CONSUMERS * _CONSUMER_REGISTERS) <= 65536
 
 
 class HopperGroupedMatmul:
@@ -41,10 +39,6 @@ class HopperGroupedMatmul:
       warps 2, 3  write zeros to the rows that no group of rhs owns
       warps 4-11  two consumer warpgroups, half of the columns each
 
-    Rings (arrivals of one phase):
-      weights  full: 1 and the bytes of the stage   empty: 8, one of each consumer warp
-      tokens   full: 1 and the bytes of the rows    empty: 8 of each CTA of the cluster
-
     Timeline of a work tile: both producers walk on as far as their rings have room, past
     the end of the tile and into the next ones. A consumer waits for the two stages of
     a K tile, issues its wgmmas, and when those of the K tile before have finished
@@ -58,7 +52,8 @@ class HopperGroupedMatmul:
         if not valid:
             raise ValueError(reason)
         self.spec, self.tile = spec, spec.tile
-        self.dtype, self.out_dtype = _DTYPES[spec.dtype], _DTYPES[spec.out_dtype]
+        self.dtype, self.out_dtype = DTYPES[spec.dtype], DTYPES[spec.out_dtype]
+        self.mainloop = Mainloop(spec, forms.weights_major(spec), OperandMajorMode.K)
         self.extents = [e for e in tiling.EXTENTS if e <= spec.tile.m]
         self.box_rows = max(16, spec.tile.m // 4)  # tokens of one request of the copy engine
         # An instruction reads no token that was not copied.
@@ -68,7 +63,7 @@ class HopperGroupedMatmul:
         size = self.dtype.width // 8
         self.weights_bytes = spec.tile.n * spec.tile.k * size
         self.box_bytes = self.box_rows * K_TILE * size
-        self.weights_stages, self.tokens_stages = tiling.stages(spec.arch, spec.tile)
+        self.weights_stages, self.tokens_stages = self.mainloop.stages
 
     @cute.jit
     def __call__(
@@ -93,8 +88,10 @@ class HopperGroupedMatmul:
         weights, weights_tiler = forms.weights_tensor(
             self.spec, rhs, n, k, rhs_batches * num_groups, self.tile.n
         )
-        weights_smem = forms.weights_smem_layout(
-            self.spec, self.dtype, self.tile.n, self.weights_stages
+        weights_smem = forms.smem_layout(
+            self.mainloop.weights_major,
+            self.dtype,
+            (self.tile.n, self.tile.k, self.weights_stages),
         )
         weights_atom, weights_tma = cpasync.make_tiled_tma_atom(
             cpasync.CopyBulkTensorTileG2SOp(),
@@ -137,7 +134,7 @@ class HopperGroupedMatmul:
         ).launch(
             grid=[num_sms // self.tile.cluster * self.tile.cluster, 1, 1],
             cluster=[self.tile.cluster, 1, 1],
-            block=[(1 + _CONSUMERS) * _WARPGROUP, 1, 1],
+            block=[THREADS, 1, 1],
             min_blocks_per_mp=1,
             use_pdl=True,
             stream=stream,
@@ -164,49 +161,8 @@ class HopperGroupedMatmul:
         num_sizes: Int32,
         num_batches: Int32,
     ):
-        @cute.struct
-        class Storage:
-            barriers: cute.struct.MemRange[
-                cutlass.Int64, 2 * (self.weights_stages + self.tokens_stages)
-            ]
-            weights: cute.struct.Align[
-                cute.struct.MemRange[self.dtype, cute.cosize(weights_smem)], 1024
-            ]
-            tokens: cute.struct.Align[
-                cute.struct.MemRange[self.dtype, cute.cosize(tokens_smem)], 1024
-            ]
-
-        storage = cutlass.memory.SmemAllocator().allocate(Storage)
-        barriers = storage.barriers.data_ptr()
-        weights_ring = Ring(
-            barriers,
-            storage.weights.get_tensor(weights_smem.outer, swizzle=weights_smem.inner),
-            self.weights_stages,
-        )
-        tokens_ring = Ring(
-            barriers + 2 * self.weights_stages,
-            storage.tokens.get_tensor(tokens_smem.outer, swizzle=tokens_smem.inner),
-            self.tokens_stages,
-            self.tile.cluster,
-        )
-
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if warp == 0:
-            cpasync.prefetch_descriptor(weights_atom)
-            cpasync.prefetch_descriptor(tokens_atom)
-            with cute.arch.elect_one():
-                weights_ring.init(_CONSUMERS * 4)
-                tokens_ring.init(_CONSUMERS * 4)
-            cute.arch.mbarrier_init_fence()
-        if cutlass.const_expr(self.tile.cluster > 1):
-            cute.arch.cluster_arrive_relaxed()
-            cute.arch.cluster_wait()
-        else:
-            cute.arch.sync_threads()
-
-        # All before this line may run while the kernel before this one still does.
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        weights_ring, tokens_ring = self.mainloop.rings(weights_smem, tokens_smem)
+        self.mainloop.start((weights_ring, tokens_ring), (weights_atom, tokens_atom))
         scheduler = Scheduler(
             group_sizes,
             group_offset,
@@ -221,8 +177,9 @@ class HopperGroupedMatmul:
         k_tiles = cute.ceil_div(k, K_TILE)
         output = epilogue.Output(out, self.out_dtype, n)
 
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp < 4:
-            cute.arch.setmaxregister_decrease(_PRODUCER_REGISTERS)
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == 0:
                 self.copy_weights(
                     scheduler, weights_ring, weights_atom, weights, weights_tiler, k_tiles
@@ -232,7 +189,7 @@ class HopperGroupedMatmul:
             else:
                 epilogue.write_zeros(scheduler, output, warp - 2, 2)
         else:
-            cute.arch.setmaxregister_increase(_CONSUMER_REGISTERS)
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             self.multiply(scheduler, weights_ring, tokens_ring, output, k_tiles)
 
     @cute.jit
@@ -307,7 +264,7 @@ class HopperGroupedMatmul:
     def multiply(self, scheduler, weights_ring, tokens_ring, out, k_tiles):
         weights_state = weights_ring.consumer_state()
         tokens_state = tokens_ring.consumer_state()
-        warp = cute.arch.warp_idx() - _WARPGROUP // 32
+        warp = cute.arch.warp_idx() - WARPGROUP // 32
         chunk, tile, step = scheduler.start()
         chunk, work = scheduler.find(chunk, tile)
         while work.valid:
@@ -316,10 +273,11 @@ class HopperGroupedMatmul:
             for i in cutlass.range_constexpr(len(self.extents)):
                 least = self.extents[i - 1] if i else 0
                 if work.rows > least and work.rows <= self.extents[i]:
-                    accumulators, weights_state, tokens_state = self.multiply_tile(
+                    accumulators, weights_state, tokens_state = self.mainloop.multiply(
                         self.extents[i],
                         weights_ring,
                         tokens_ring,
+                        self.tokens_operand(tokens_ring.smem, self.extents[i]),
                         weights_state,
                         tokens_state,
                         k_tiles,
@@ -327,72 +285,6 @@ class HopperGroupedMatmul:
                     epilogue.store_accumulators(out, accumulators, out_row, work.rows, column)
             tile += step
             chunk, work = scheduler.find(chunk, tile)
-
-    @cute.jit
-    def multiply_tile(
-        self,
-        extent: cutlass.Constexpr[int],
-        weights_ring,
-        tokens_ring,
-        weights_state,
-        tokens_state,
-        k_tiles,
-    ):
-        """The accumulators of the first extent tokens, and the rings' next positions."""
-        thread = cute.arch.thread_idx()[0] - _WARPGROUP
-        mma = make_trivial_tiled_mma(
-            self.dtype,
-            self.dtype,
-            forms.weights_major(self.spec),
-            OperandMajorMode.K,
-            Float32,
-            (_CONSUMERS, 1, 1),
-            (64, extent),
-        )
-        warpgroup_mma = mma.get_slice(
-            cute.arch.make_warp_uniform(thread // _WARPGROUP) * _WARPGROUP
-        )
-        a = mma.make_fragment_A(warpgroup_mma.partition_A(weights_ring.smem))
-        b = mma.make_fragment_B(
-            warpgroup_mma.partition_B(self.tokens_operand(tokens_ring.smem, extent))
-        )
-        accumulators = cute.make_rmem_tensor(mma.partition_shape_C((self.tile.n, extent)), Float32)
-        accumulators.fill(0.0)
-        mma.set(warpgroup.Field.ACCUMULATE, True)
-        warpgroup.fence()
-        steps = K_TILE // 16  # instructions along a K tile
-        k_ratio = self.tile.k // K_TILE  # K tiles of a stage of weights
-
-        weights_done, tokens_done = weights_state.clone(), tokens_state.clone()
-        for i in range(k_tiles):
-            weights_ring.wait(weights_state)
-            tokens_ring.wait(tokens_state)
-            for step in cutlass.range_constexpr(steps):
-                cute.gemm(
-                    mma,
-                    accumulators,
-                    a[None, None, i % k_ratio * steps + step, weights_state.index],
-                    b[None, None, step, tokens_state.index],
-                    accumulators,
-                )
-            warpgroup.commit_group()
-            warpgroup.wait_group(1)
-            # Done with K tile i - 1: with its tokens, and if it was their last with its weights.
-            if i > 0:
-                tokens_ring.release(tokens_done)
-                tokens_done.advance()
-                if i % k_ratio == 0:
-                    weights_ring.release(weights_done)
-                    weights_done.advance()
-            tokens_state.advance()
-            if i % k_ratio == k_ratio - 1:
-                weights_state.advance()
-        warpgroup.wait_group(0)
-        tokens_ring.release(tokens_done)
-        weights_ring.release(weights_done)
-        if k_tiles % k_ratio != 0:
-            weights_state.advance()
-        return accumulators, weights_state, tokens_state
 
     def tokens_operand(self, smem, extent):
         """The first extent tokens of each stage, (extent, K_TILE, stages)."""
@@ -404,18 +296,6 @@ class HopperGroupedMatmul:
 
 def compile_kernel(spec: KernelSpec):
     """The compiled kernel, to be exported as an object file."""
-    dtype, out_dtype = _DTYPES[spec.dtype], _DTYPES[spec.out_dtype]
-
-    def pointer(dtype, align):
-        return make_ptr(dtype, 0, cute.AddressSpace.gmem, assumed_align=align)
-
-    return cute.compile(
-        HopperGroupedMatmul(spec),
-        pointer(dtype, 16),
-        pointer(dtype, 16),
-        *(pointer(Int32, 4) for _ in range(3)),
-        pointer(out_dtype, 16),
-        *(Int32(1) for _ in range(9)),
-        cuda.CUstream(0),
-        options=f"--gpu-arch {spec.arch}",
-    )
+    if spec.form == "wgrad":
+        return compile_launcher(HopperGroupedOuter(spec), spec, num_sizes=11)
+    return compile_launcher(HopperGroupedMatmul(spec), spec, num_sizes=9)

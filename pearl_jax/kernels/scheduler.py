@@ -1,10 +1,14 @@
 """Which work tile comes next: a walk over groups whose sizes only the device knows.
 
-Work tiles are numbered by batch, group, column tile and, fastest, row tile, so that the
-row tiles of one group read the same weights at about the same time. A column tile here is
-one of each CTA, or pair of CTAs, of a cluster. Cluster c takes the tiles c, c + clusters,
-c + 2 clusters and so on. Every warp that needs the tiles walks by itself: its 32 lanes hold
-32 groups at a time, and one ballot finds the group of a tile.
+Work tiles of the matmul are numbered by batch, group, column tile and, fastest, row tile,
+so that the row tiles of one group read the same weights at about the same time. A column
+tile here is one of each CTA, or pair of CTAs, of a cluster. Cluster c takes the tiles c,
+c + clusters, c + 2 clusters and so on. Every warp that needs the tiles walks by itself: its
+32 lanes hold 32 groups at a time, and one ballot finds the group of a tile.
+
+Those of the outer product are numbered by batch, group, column tile and row tile of the
+result, whose groups all have the same number of tiles. What a walk finds here are the
+rows of a group, over which its tiles sum.
 
 Negative sizes count as 0, and the sum is cut off at m.
 """
@@ -68,12 +72,43 @@ class Bounds:
     last: Int32
 
 
-@dataclasses.dataclass(frozen=True)
-class Scheduler:
-    """The work tiles of a problem, as one warp walks over them.
+@native_struct
+class OuterTile:
+    """Columns [column, ...) of rows [row, ...) of one group of one batch of the result."""
 
-    group_sizes (.., num_sizes), group_offset (..), and batch_index (num_batches, 4): which
-    batch of lhs, rhs, group_sizes and group_offset a batch of the result uses.
+    out_batch: Int32
+    group: Int32
+    row: Int32
+    column: Int32
+
+
+@native_struct
+class Ends:
+    """Where 32 groups of one batch begin and end; "lane": the lane's own group."""
+
+    batch: Int32
+    index: Int32  # of the 32 in the batch
+    offset: Int32  # group_offset of the batch
+    end_row: Int32  # of the last of the 32
+    lane_row: Int32
+    lane_end: Int32
+
+
+@native_struct
+class Rows:
+    """count rows from row first on, of all rows of lhs and of all of rhs."""
+
+    lhs_first: Int32
+    rhs_first: Int32
+    count: Int32
+
+
+@dataclasses.dataclass(frozen=True)
+class Groups:
+    """The rows of each group, as one warp reads them from group_sizes.
+
+    group_sizes (.., num_sizes), group_offset (..), and batch_index (.., 4): which batch of
+    lhs, rhs, group_sizes and group_offset a batch uses.
     """
 
     group_sizes: cute.Pointer
@@ -81,29 +116,21 @@ class Scheduler:
     batch_index: cute.Pointer
     m: Int32
     n: Int32
-    num_groups: Int32  # of rhs
+    num_groups: Int32  # of rhs, or of the outer product's result
     num_sizes: Int32
-    num_batches: Int32
+    num_batches: Int32  # of the result
     tile: TileConfig
-
-    def _column_tiles(self):
-        return cute.ceil_div(self.n, self.tile.n * self.tile.cluster)
-
-    def rank(self):
-        """Which of the neighbouring column tiles of a cluster this CTA works on."""
-        if self.tile.cluster == 1:
-            return 0
-        return cute.arch.block_idx_in_cluster() // self.tile.ctas
-
-    def _chunks_per_batch(self):
-        return cute.ceil_div(self.num_sizes, _LANES)
 
     @cute.jit
     def _batch(self, batch: Int32, operand: cutlass.Constexpr[int]) -> Int32:
         index = Int32(0)
-        if self.num_batches > 1:
+        if self._num_indices() > 1:
             index = self.batch_index[batch * 4 + operand]
         return index
+
+    def _num_indices(self):
+        """Rows of batch_index; the only one would be 0."""
+        return self.num_batches
 
     @cute.jit
     def _offset(self, batch: Int32) -> Int32:
@@ -129,6 +156,23 @@ class Scheduler:
     @cute.jit
     def _saturating_add(self, a: Int32, b: Int32) -> Int32:
         return Int32(cutlass.min(Uint32(a) + Uint32(b), Uint32(self.m)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheduler(Groups):
+    """The work tiles of a matmul, as one warp walks over them."""
+
+    def _column_tiles(self):
+        return cute.ceil_div(self.n, self.tile.n * self.tile.cluster)
+
+    def rank(self):
+        """Which of the neighbouring column tiles of a cluster this CTA works on."""
+        if self.tile.cluster == 1:
+            return 0
+        return cute.arch.block_idx_in_cluster() // self.tile.ctas
+
+    def _chunks_per_batch(self):
+        return cute.ceil_div(self.num_sizes, _LANES)
 
     @cute.jit
     def bounds(self, batch: Int32) -> Bounds:
@@ -236,3 +280,84 @@ class Scheduler:
             column=(column_tile * self.tile.cluster + self.rank()) * self.tile.n,
         )
         return chunk, work
+
+
+@dataclasses.dataclass(frozen=True)
+class OuterScheduler(Groups):
+    """The work tiles of an outer product, and the rows that each sums over."""
+
+    k: Int32
+    reduced: Int32  # batches that one batch of the result sums over, consecutive ones
+
+    def _num_indices(self):
+        return self.num_batches * self.reduced
+
+    def _row_tiles(self):
+        return cute.ceil_div(self.k, self.tile.m)
+
+    def _column_tiles(self):
+        return cute.ceil_div(self.n, self.tile.n)
+
+    def num_tiles(self):
+        return self.num_batches * self.num_groups * self._row_tiles() * self._column_tiles()
+
+    @cute.jit
+    def start(self):
+        """The ends of the first groups, this CTA's first tile, and the step to its next."""
+        return (
+            self._load(Int32(0), Int32(0), Int32(0)),
+            cute.arch.block_idx()[0],
+            (cute.arch.grid_dim()[0]),
+        )
+
+    @cute.jit
+    def find(self, tile: Int32) -> OuterTile:
+        group, in_group = tile // self._tiles_of_a_group(), tile % self._tiles_of_a_group()
+        column_tile = in_group // self._row_tiles()
+        return OuterTile(
+            out_batch=group // self.num_groups,
+            group=group % self.num_groups,
+            row=(in_group - column_tile * self._row_tiles()) * self.tile.m,
+            column=column_tile * self.tile.n,
+        )
+
+    def _tiles_of_a_group(self):
+        return self._row_tiles() * self._column_tiles()
+
+    @cute.jit
+    def _load(self, batch: Int32, index: Int32, row: Int32) -> Ends:
+        """The groups from 32 * index on; row: the first of them."""
+        lane = cute.arch.lane_idx()
+        end = self._end_row(batch, index * _LANES + lane, row)
+        start = cute.arch.shuffle_sync_up(end, 1)
+        if lane == 0:
+            start = row
+        return Ends(
+            batch=batch,
+            index=index,
+            offset=self._offset(batch),
+            end_row=cute.arch.shuffle_sync(end, _LANES - 1),
+            lane_row=start,
+            lane_end=end,
+        )
+
+    @cute.jit
+    def rows(self, ends: Ends, work: OuterTile, part: Int32):
+        """The rows of work's group in the part-th of its batches, and the ends around them."""
+        batch = work.out_batch * self.reduced + part
+        if batch != ends.batch:
+            ends = self._load(batch, Int32(0), Int32(0))
+        group = ends.offset + work.group
+        first, count = Int32(0), Int32(0)
+        if group >= 0 and group < self.num_sizes:
+            if group // _LANES < ends.index:
+                ends = self._load(batch, Int32(0), Int32(0))
+            while group // _LANES > ends.index:
+                ends = self._load(batch, ends.index + 1, ends.end_row)
+            first = cute.arch.shuffle_sync(ends.lane_row, group % _LANES)
+            count = cute.arch.shuffle_sync(ends.lane_end, group % _LANES) - first
+        return ends, Rows(
+            lhs_first=self._batch(batch, 0) * self.m + first,
+            rhs_first=self._batch(batch, 1) * self.m + first,
+            count=count,
+        )

@@ -1,4 +1,5 @@
-// The XLA FFI target pearl_jax.grouped_matmul. `initialize` loads the kernel, so that `execute`
+// The handlers of the XLA FFI targets pearl_jax.grouped_matmul and pearl_jax.grouped_outer; the
+// kernel's form says which of the two a call is. `initialize` loads the kernel, so that `execute`
 // only launches, which a CUDA graph may capture.
 
 #include <algorithm>
@@ -30,7 +31,7 @@ namespace {
 template <typename... Parts>
 ffi::Error Fail(ffi::ErrorCode code, const Parts&... parts) {
   std::ostringstream text;
-  text << "pearl_jax.grouped_matmul: ";
+  text << "pearl_jax";
   (text << ... << parts);
   return ffi::Error(code, text.str());
 }
@@ -84,7 +85,7 @@ struct Loaded {
 ffi::ErrorOr<Loaded> Load(CUstream stream, const KernelNames& names) {
   using ffi::Unexpected;
   if (!Driver().error.empty()) {
-    return Unexpected(Fail(ffi::ErrorCode::kFailedPrecondition, Driver().error));
+    return Unexpected(Fail(ffi::ErrorCode::kFailedPrecondition, ": ", Driver().error));
   }
   StreamContext context(stream);
   int major = 0;
@@ -99,30 +100,30 @@ ffi::ErrorOr<Loaded> Load(CUstream stream, const KernelNames& names) {
                                            context.device);
   }
   if (result != CUDA_SUCCESS) {
-    return Unexpected(Fail(ffi::ErrorCode::kInternal, "finding the stream's device failed with ",
+    return Unexpected(Fail(ffi::ErrorCode::kInternal, ": finding the stream's device failed with ",
                            ResultText(result)));
   }
 
   const bool hopper = major == 9 && minor == 0;
   if (!hopper && major != 10) {
-    return Unexpected(Fail(ffi::ErrorCode::kUnimplemented, "GPU ", context.device,
+    return Unexpected(Fail(ffi::ErrorCode::kUnimplemented, ": GPU ", context.device,
                            " has compute capability ", major, ".", minor,
                            ", but there are kernels for 9.0 (Hopper) and 10.x (Blackwell) only"));
   }
   const std::string_view name = hopper ? names.sm_90 : names.sm_100;
   if (name.empty()) {
-    return Unexpected(Fail(ffi::ErrorCode::kUnimplemented, "no kernel was chosen for GPU ",
+    return Unexpected(Fail(ffi::ErrorCode::kUnimplemented, ": no kernel was chosen for GPU ",
                            context.device, " of compute capability ", major, ".", minor));
   }
   Kernel* kernel = FindKernel(name);
   if (!kernel) {
     return Unexpected(
-        Fail(ffi::ErrorCode::kNotFound, "there is no kernel ", name, " in this library"));
+        Fail(ffi::ErrorCode::kNotFound, ": there is no kernel ", name, " in this library"));
   }
   result = kernel->Load(context.device);
   if (result != CUDA_SUCCESS) {
-    return Unexpected(Fail(ffi::ErrorCode::kInternal, "loading ", name, " to GPU ", context.device,
-                           " failed with ", ResultText(result)));
+    return Unexpected(Fail(ffi::ErrorCode::kInternal, ": loading ", name, " to GPU ",
+                           context.device, " failed with ", ResultText(result)));
   }
   return Loaded{kernel, context.device};
 }
@@ -132,34 +133,71 @@ ffi::Error Initialize(CUstream stream, ffi::RemainingArgs, ffi::RemainingRets, K
   return loaded.has_error() ? loaded.error() : ffi::Error::Success();
 }
 
+// The sizes of a problem, and whether the operands are as they should be.
+struct Sizes {
+  bool valid;
+  int64_t m, n, k, num_groups, reduced;
+};
+
+template <typename Span>
+Sizes SizesOfMatmul(bool transposed, Span l, Span r, Span b, Span o) {
+  if (l.size() != 3 || r.size() != 4 || o.size() != 3) return {};
+  const int64_t m = o[1];
+  const int64_t n = o[2];
+  const int64_t k = l[2];
+  const bool valid =
+      b[0] == o[0] && l[1] == m && r[2] == (transposed ? n : k) && r[3] == (transposed ? k : n);
+  return {valid, m, n, k, r[1], 1};
+}
+
+template <typename Span>
+Sizes SizesOfOuter(Span l, Span r, Span b, Span o) {
+  if (l.size() != 3 || r.size() != 3 || o.size() != 4) return {};
+  const int64_t m = l[1];
+  const int64_t k = o[2];
+  const int64_t n = o[3];
+  const bool valid = b[0] % o[0] == 0 && r[1] == m && l[2] == k && r[2] == n;
+  return {valid, m, n, k, o[1], b[0] / o[0]};
+}
+
+// `old`, if there is one, is what the result is added to; it is the same memory as out.
 ffi::Error Execute(CUstream stream, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs,
                    ffi::BufferR2<ffi::S32> group_sizes, ffi::BufferR1<ffi::S32> group_offset,
-                   ffi::BufferR2<ffi::S32> batch_index, ffi::Result<ffi::AnyBuffer> out,
-                   KernelNames names) {
+                   ffi::BufferR2<ffi::S32> batch_index, ffi::RemainingArgs old,
+                   ffi::Result<ffi::AnyBuffer> out, KernelNames names) {
   if (out->element_count() == 0) return ffi::Error::Success();
   auto loaded = Load(stream, names);
   if (loaded.has_error()) return loaded.error();
   const Kernel& kernel = *loaded->kernel;
+  const bool outer = kernel.form == Form::kWgrad;
 
   auto fail = [&](ffi::ErrorCode code, const auto&... reason) {
-    return Fail(code, reason..., " (", kernel.name, " with ", Describe("lhs", lhs), ", ",
-                Describe("rhs", rhs), ", ", Describe("group_sizes", group_sizes), ", ",
-                Describe("out", *out), ")");
+    return Fail(code, outer ? ".grouped_outer: " : ".grouped_matmul: ", reason..., " (",
+                kernel.name, " with ", Describe("lhs", lhs), ", ", Describe("rhs", rhs), ", ",
+                Describe("group_sizes", group_sizes), ", ", Describe("out", *out), ")");
   };
   const auto l = lhs.dimensions();
   const auto r = rhs.dimensions();
   const auto o = out->dimensions();
   const auto s = group_sizes.dimensions();
   const auto b = batch_index.dimensions();
-  const bool transposed = kernel.form == Form::kDgrad;
-  if (l.size() != 3 || r.size() != 4 || o.size() != 3 || b[0] != o[0] || b[1] != 4 ||
-      l[1] != o[1] || r[transposed ? 2 : 3] != o[2] || r[transposed ? 3 : 2] != l[2] ||
+  const Sizes sizes =
+      outer ? SizesOfOuter(l, r, b, o) : SizesOfMatmul(kernel.form == Form::kDgrad, l, r, b, o);
+  bool aliased = true;
+  for (size_t i = 0; i < old.size(); ++i) {
+    auto buffer = old.get<ffi::AnyBuffer>(i);
+    aliased = outer && buffer.has_value() && buffer->untyped_data() == out->untyped_data();
+  }
+  if (!sizes.valid || !aliased || old.size() > 1 || b[1] != 4 ||
       lhs.element_type() != kernel.dtype || rhs.element_type() != kernel.dtype ||
       out->element_type() != kernel.out_dtype) {
     return fail(ffi::ErrorCode::kInvalidArgument, "the operands are not what the kernel takes");
   }
-  // Rows, columns and groups are counted in int32.
-  const int64_t counts[] = {o[0] * o[1], l[0] * l[1], r[0] * r[1], s[0] * s[1], o[2], l[2]};
+  // Rows, columns, groups and tiles are counted in int32.
+  const int64_t counts[] = {
+      b[0] * sizes.m,          l[0] * l[1], r[0] * r[1], s[0] * s[1], sizes.n, sizes.k,
+      o[0] * sizes.num_groups,
+  };
   const auto [least, most] = std::minmax_element(std::begin(counts), std::end(counts));
   if (*least < 1 || *most >= int64_t{1} << 31) {
     return fail(ffi::ErrorCode::kInvalidArgument,
@@ -182,14 +220,16 @@ ffi::Error Execute(CUstream stream, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs,
       .group_offset = group_offset.untyped_data(),
       .batch_index = batch_index.untyped_data(),
       .out = out->untyped_data(),
-      .m = static_cast<int32_t>(o[1]),
-      .n = static_cast<int32_t>(o[2]),
-      .k = static_cast<int32_t>(l[2]),
-      .num_groups = static_cast<int32_t>(r[1]),
+      .m = static_cast<int32_t>(sizes.m),
+      .n = static_cast<int32_t>(sizes.n),
+      .k = static_cast<int32_t>(sizes.k),
+      .num_groups = static_cast<int32_t>(sizes.num_groups),
       .num_sizes = static_cast<int32_t>(s[1]),
       .num_batches = static_cast<int32_t>(o[0]),
       .lhs_batches = static_cast<int32_t>(l[0]),
       .rhs_batches = static_cast<int32_t>(r[0]),
+      .reduced = static_cast<int32_t>(sizes.reduced),
+      .accumulate = static_cast<int32_t>(old.size()),
       .num_sms = 0,
       .stream = stream,
   };
@@ -205,7 +245,7 @@ ffi::Error Execute(CUstream stream, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs,
 }  // namespace
 }  // namespace pearl_jax
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(pearl_jax_grouped_matmul_initialize, pearl_jax::Initialize,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(pearl_jax_initialize, pearl_jax::Initialize,
                               ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>()
                                   .Ctx<ffi::PlatformStream<CUstream>>()
                                   .RemainingArgs()
@@ -213,7 +253,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(pearl_jax_grouped_matmul_initialize, pearl_jax::In
                                   .Attr<pearl_jax::KernelNames>("kernels"),
                               {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(pearl_jax_grouped_matmul_execute, pearl_jax::Execute,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(pearl_jax_execute, pearl_jax::Execute,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<CUstream>>()
                                   .Arg<ffi::AnyBuffer>()           // lhs
@@ -221,6 +261,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(pearl_jax_grouped_matmul_execute, pearl_jax::Execu
                                   .Arg<ffi::BufferR2<ffi::S32>>()  // group_sizes
                                   .Arg<ffi::BufferR1<ffi::S32>>()  // group_offset
                                   .Arg<ffi::BufferR2<ffi::S32>>()  // batch_index
+                                  .RemainingArgs()                 // old, or nothing
                                   .Ret<ffi::AnyBuffer>()           // out
                                   .Attr<pearl_jax::KernelNames>("kernels"),
                               {ffi::Traits::kCmdBufferCompatible});

@@ -1,0 +1,224 @@
+"""The outer product of groups for sm_90a: the gradient of a grouped matmul's weights."""
+
+from __future__ import annotations
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+from cutlass.cute.nvgpu import cpasync
+from cutlass.cute.nvgpu.common import OperandMajorMode
+
+from pearl_jax import tiling
+from pearl_jax.kernels import epilogue, forms
+from pearl_jax.kernels.mainloop import (
+    CONSUMER_REGISTERS,
+    DTYPES,
+    PRODUCER_REGISTERS,
+    THREADS,
+    WARPGROUP,
+    Mainloop,
+)
+from pearl_jax.kernels.scheduler import OuterScheduler
+from pearl_jax.tiling import K_TILE, KernelSpec
+
+_BLOCKS = 4  # of the result, that are read at once to be added to
+
+
+class HopperGroupedOuter:
+    """out[i] (k, n) = lhs rows of group i, transposed, times rhs rows of group i.
+
+    A work tile is tile.m rows (columns of lhs) by tile.n columns (columns of rhs) of one
+    group's result; its sum runs over the rows of the group, a K tile of 64 at a time. To
+    the tensor core columns of rhs are "weights" and those of lhs "tokens", and both lie
+    MN-major as they are, so nothing is transposed. Rows past the end of a group arrive as
+    zeros (forms.ragged_tensor): not even NaN in a neighbour's rows reaches a sum.
+
+    Warps (384 threads, one CTA on each multiprocessor):
+      warp 0      copies rhs: stages of (tile.n, 64)
+      warp 1      copies lhs: stages of (tile.m, 64)
+      warps 2, 3  do nothing
+      warps 4-11  two consumer warpgroups, half of the columns each
+
+    The rings are the mainloop's. Timeline of a work tile: as in the matmul, with as many K
+    tiles as the group has; none if it is empty, and then zeros are stored.
+    """
+
+    def __init__(self, spec: KernelSpec):
+        valid, reason = tiling.is_valid(spec.arch, spec.tile)
+        if not valid or spec.tile.cluster != 1 or spec.tile.k != K_TILE:
+            raise ValueError(reason or f"k must be {K_TILE} and cluster 1, got {spec.tile!r}")
+        self.spec, self.tile = spec, spec.tile
+        self.dtype, self.out_dtype = DTYPES[spec.dtype], DTYPES[spec.out_dtype]
+        self.mainloop = Mainloop(spec, OperandMajorMode.MN, OperandMajorMode.MN)
+
+    @cute.jit
+    def __call__(
+        self,
+        lhs: cute.Pointer,
+        rhs: cute.Pointer,
+        group_sizes: cute.Pointer,
+        group_offset: cute.Pointer,
+        batch_index: cute.Pointer,
+        out: cute.Pointer,
+        m: Int32,
+        n: Int32,
+        k: Int32,
+        num_groups: Int32,
+        num_sizes: Int32,
+        num_batches: Int32,
+        lhs_batches: Int32,
+        rhs_batches: Int32,
+        reduced: Int32,
+        accumulate: Int32,
+        num_sms: Int32,
+        stream: cuda.CUstream,
+    ):
+        maps = []
+        for pointer, columns, batches, extent, stages in (
+            (rhs, n, rhs_batches, self.tile.n, self.mainloop.stages[0]),
+            (lhs, k, lhs_batches, self.tile.m, self.mainloop.stages[1]),
+        ):
+            tensor, tiler = forms.ragged_tensor(
+                pointer, batches * m, columns, self.spec.wide, (extent, K_TILE)
+            )
+            smem = forms.smem_layout(OperandMajorMode.MN, self.dtype, (extent, K_TILE, stages))
+            atom, tma = cpasync.make_tiled_tma_atom(
+                cpasync.CopyBulkTensorTileG2SOp(),
+                tensor,
+                cute.slice_(smem, (None, None, 0)),
+                tiler,
+            )
+            maps += [atom, tma, smem, tiler]
+        self.kernel(
+            *maps,
+            group_sizes,
+            group_offset,
+            batch_index,
+            out,
+            m,
+            n,
+            k,
+            num_groups,
+            num_sizes,
+            num_batches,
+            reduced,
+            accumulate,
+        ).launch(
+            grid=[num_sms, 1, 1],
+            block=[THREADS, 1, 1],
+            min_blocks_per_mp=1,
+            use_pdl=True,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        rhs_atom: cute.CopyAtom,
+        rhs: cute.Tensor,
+        rhs_smem: cute.ComposedLayout,
+        rhs_tiler: cutlass.Constexpr,
+        lhs_atom: cute.CopyAtom,
+        lhs: cute.Tensor,
+        lhs_smem: cute.ComposedLayout,
+        lhs_tiler: cutlass.Constexpr,
+        group_sizes: cute.Pointer,
+        group_offset: cute.Pointer,
+        batch_index: cute.Pointer,
+        out: cute.Pointer,
+        m: Int32,
+        n: Int32,
+        k: Int32,
+        num_groups: Int32,
+        num_sizes: Int32,
+        num_batches: Int32,
+        reduced: Int32,
+        accumulate: Int32,
+    ):
+        rhs_ring, lhs_ring = self.mainloop.rings(rhs_smem, lhs_smem)
+        self.mainloop.start((rhs_ring, lhs_ring), (rhs_atom, lhs_atom))
+        scheduler = OuterScheduler(
+            group_sizes,
+            group_offset,
+            batch_index,
+            m,
+            n,
+            num_groups,
+            num_sizes,
+            num_batches,
+            self.tile,
+            k,
+            reduced,
+        )
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            if warp == 0:
+                self.copy(scheduler, rhs_ring, rhs_atom, rhs, rhs_tiler, False)
+            elif warp == 1:
+                self.copy(scheduler, lhs_ring, lhs_atom, lhs, lhs_tiler, True)
+        else:
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            output = epilogue.Output(out, self.out_dtype, n)
+            self.multiply(scheduler, rhs_ring, lhs_ring, output, accumulate)
+
+    @cute.jit
+    def copy(self, scheduler, ring, atom, tensor, tiler, is_lhs: cutlass.Constexpr[bool]):
+        extent = self.tile.m if is_lhs else self.tile.n
+        num_bytes = extent * K_TILE * (self.dtype.width // 8)
+        state = ring.producer_state()
+        ends, tile, step = scheduler.start()
+        while tile < scheduler.num_tiles():
+            work = scheduler.find(tile)
+            column_tile = (work.row if is_lhs else work.column) // extent
+            for part in range(scheduler.reduced):
+                ends, rows = scheduler.rows(ends, work, part)
+                first = rows.lhs_first if is_lhs else rows.rhs_first
+                for i in range(cute.ceil_div(rows.count, K_TILE)):
+                    row = i * K_TILE
+                    stage = forms.ragged_tile(
+                        tensor, tiler, column_tile, first + row, rows.count - row
+                    )
+                    smem, gmem = cpasync.tma_partition(
+                        atom,
+                        0,
+                        cute.make_layout(1),
+                        cute.group_modes(ring.smem, 0, 2),
+                        cute.group_modes(stage, 0, 2),
+                    )
+                    ring.acquire(state, num_bytes)
+                    cute.copy(
+                        atom,
+                        gmem,
+                        smem[None, state.index],
+                        tma_bar_ptr=ring.full_barrier(state),
+                    )
+                    state.advance()
+            tile += step
+        ring.drain(state)
+
+    @cute.jit
+    def multiply(self, scheduler, rhs_ring, lhs_ring, out, accumulate):
+        rhs_state, lhs_state = rhs_ring.consumer_state(), lhs_ring.consumer_state()
+        warp = cute.arch.warp_idx() - WARPGROUP // 32
+        ends, tile, step = scheduler.start()
+        while tile < scheduler.num_tiles():
+            work = scheduler.find(tile)
+            k_tiles = Int32(0)
+            for part in range(scheduler.reduced):
+                ends, rows = scheduler.rows(ends, work, part)
+                k_tiles += cute.ceil_div(rows.count, K_TILE)
+            accumulators, rhs_state, lhs_state = self.mainloop.multiply(
+                self.tile.m, rhs_ring, lhs_ring, lhs_ring.smem, rhs_state, lhs_state, k_tiles
+            )
+            group = Int64(work.out_batch) * scheduler.num_groups + work.group
+            k = scheduler.k
+            place = (accumulators, group * k + work.row, k - work.row, work.column + warp * 16)
+            # A few at a time, as what is read takes registers too.
+            blocks = epilogue.blocks(accumulators)
+            for i in cutlass.range_constexpr(0, len(blocks), _BLOCKS):
+                if accumulate != 0:
+                    epilogue.add_stored(out, *place, blocks[i : i + _BLOCKS])
+                epilogue.store_accumulators(out, *place, blocks[i : i + _BLOCKS])
+            tile += step
