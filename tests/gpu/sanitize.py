@@ -3,7 +3,9 @@
 import jax
 import numpy as np
 
+from gpu import test_outer as outer
 from gpu.problems import TILES, check, int32, on_gpu, problem
+from pearl_jax import library, tiling
 
 
 def main():
@@ -16,6 +18,14 @@ def main():
         for sizes in ([17, 0, 126], [0, 1, 0]):
             check(run(lhs, rhs, int32(*sizes), np.int32(0)), p.want(sizes), name)
             calls += 1
+    for tile in tiling.tiles(library.present_arch(), "wgrad"):
+        p = outer.problem(150, 136, 264)
+        operands = p.operands("bfloat16")
+        run = outer.on_gpu(3, tile=tile, preferred_element_type="float32")
+        for sizes in ([17, 0, 126], [0, 1, 0]):
+            args = *operands, int32(*sizes), np.int32(0)
+            check(run(*args, run(*args)), 2 * p.want(sizes), tile)
+            calls += 2
     assert jax.default_backend() == "gpu"
     print(f"{calls} calls, all right")
 
