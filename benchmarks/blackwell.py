@@ -8,7 +8,8 @@ the same run for bfloat16 and weights (g, n, k). For each tile: rows and K tiles
 that one multiprocessor holds in flight, and their KiB; KiB of shared memory that stages
 results; columns of tensor memory; bytes of a store; instructions of the innermost loops
 that copy, multiply and store, for each K tile or, of the last, for each KiB of results of a
-warp; and how often a K tile waits for or signals a barrier.
+warp; and their instructions that wait for or signal a barrier, of which those of the second
+ring of a stage with two K tiles run for every other K tile only.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import concurrent.futures
 import importlib
 import importlib.metadata
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -69,20 +71,26 @@ def compile_ours(fields):
 def compile_nvidias(case):
     """As compile_ours, of NVIDIA's kernel."""
     compile_nvidia = importlib.import_module("emulator.compile_nvidia")  # of tests/
+    import cutlass.cute as cute
+
     gemm = compile_nvidia.make_gemm("grouped", **case)
-    # The launcher's B is (k, n) of one group with n contiguous unless told otherwise.
+    compute_stages, staged = gemm._compute_stages, []
+
+    def note_epilogue_tile(mma, tiler, a_dtype, b_dtype, epilogue_tile, *rest):
+        # Here, as its parts are layouts that only exist while the kernel is traced.
+        staged.extend(int(cute.size(extent)) for extent in epilogue_tile)
+        return compute_stages(mma, tiler, a_dtype, b_dtype, epilogue_tile, *rest)
+
+    gemm._compute_stages = note_epilogue_tile
     compiled = compile_nvidia.compile_gemm(ARCH, gemm, "grouped", 2)
     ctas = 2 if case.get("two_cta") else 1
     stages, (m, n) = gemm.num_ab_stage, case["tile"]
-    epilogue_tile = 1
-    for extent in gemm.epi_tile:
-        epilogue_tile *= extent if isinstance(extent, int) else extent.shape
     memory = {
         "rows": stages,
         "weights": stages,
         "weights_kib": stages * n // ctas * 128 // 1024,
         "rows_kib": stages * m // ctas * 128 // 1024,
-        "output_kib": gemm.num_c_stage * epilogue_tile * 2 // 1024,
+        "output_kib": gemm.num_c_stage * math.prod(staged) * 2 // 1024,
         "columns": gemm.num_tmem_alloc_cols,
     }
     return compiled.__cubin__, memory
@@ -137,7 +145,7 @@ def figures(cubin):
     """What the disassembly says of one kernel."""
     code = disassemble(cubin)
     bodies = loops(code)
-    copy = innermost(bodies, "UTMALDG")
+    copy = innermost(bodies, "UTMALDG", "SYNCS.ARRIVE")
     multiply = innermost(bodies, "UTCHMMA")
     stored = innermost(bodies, "LDTM")
     width = max(
@@ -145,8 +153,9 @@ def figures(cubin):
         default="TMA" if count(code, "UTMASTG") else 16,
     )
     barriers = ("SYNCS", "UTCBAR", "UTCATOMSWS.*COMMIT")
-    loads = [re.search(r"LDTM\.(\d+)dp(\d+)bit\.x(\d+)", x) for x in stored]
-    kib = sum(int(x[1]) * int(x[2]) * int(x[3]) / 8 for x in loads if x) / 2 / 1024  # as bfloat16
+    # 32 lanes of 32 bits where the shape is not said; as bfloat16 half of the bytes.
+    loads = re.findall(r"LDTM(?:\.(\d+)dp(\d+)bit)?\.x(\d+)", "\n".join(stored))
+    kib = sum(int(lanes or 32) * int(bits or 32) * int(x) for lanes, bits, x in loads) / 16 / 1024
     copies = max(count(copy, "SYNCS.ARRIVE"), 1)  # K tiles of an iteration
     products = max(count(multiply, "UTCHMMA") // 4, 1)
     return {

@@ -11,12 +11,15 @@ from __future__ import annotations
 import dataclasses
 
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int32, Int64
+from cutlass import BFloat16, Float16, Float32, Int32
 
 INSTRUCTION_BYTES = 32  # of k that one instruction multiplies: 16 elements of 16 bits
 
 _SPAN = 128  # bytes of one span of the swizzle
 _GROUP = 8 * _SPAN  # 8 spans, the period of the swizzle
+
+# The upper half of a matrix descriptor: from one group to the next, version, SWIZZLE_128B.
+_UPPER = _GROUP // 16 | 1 << 14 | 2 << 29
 
 # The kind of an input type, and its code in the instruction descriptor.
 _INPUTS = {Float16: ("f16", 0), BFloat16: ("f16", 1)}
@@ -30,15 +33,16 @@ class Operand:
     of (one span of rows, k of the stage). Extents in bytes.
     """
 
-    first: Int64  # descriptor of the first instruction's part
+    first: Int32  # descriptor of the first instruction's part, lower half
     stage: int
     k_tile: int
     step: int  # from one instruction to the next within a K tile
 
     def descriptor(self, stage, k_tile, step):
+        """The lower half of a descriptor; the upper half is the same for all."""
         # The low bits are an address in units of 16 bytes; it stays below their 2**14.
-        offset = stage * self.stage + k_tile * self.k_tile + step * self.step
-        return self.first + Int64(offset // 16)
+        offset = stage * (self.stage // 16) + k_tile * (self.k_tile // 16)
+        return self.first + offset + step * (self.step // 16)
 
 
 def operand(smem, rows, k, k_major):
@@ -51,11 +55,10 @@ def operand(smem, rows, k, k_major):
     # Along its contiguous axis a panel is one span wide; the leading offset leads from one
     # panel to the next, and is not used where an instruction stays within one.
     leading = 1 if k_major else panel // 16
-    constant = leading << 16 | (_GROUP // 16) << 32 | 1 << 46 | 2 << 61
     # The address within the CTA: in a cluster there are bits of the CTA's rank above.
-    address = (Int64(smem.iterator.toint()) & 0x3FFFF) >> 4
+    address = (Int32(smem.iterator.toint()) & 0x3FFFF) >> 4
     return Operand(
-        first=address | Int64(constant),
+        first=address | leading << 16,
         stage=rows * k * element,
         k_tile=panel if k_major else _SPAN // element * _SPAN,
         step=INSTRUCTION_BYTES if k_major else INSTRUCTION_BYTES // element * _SPAN,
@@ -70,12 +73,16 @@ def instruction_descriptor(dtype, m, n, a_k_major, b_k_major):
 
 
 def multiply(dtype, ctas, accumulator, a, b, instruction, accumulate):
-    """accumulator (+)= a b; one thread, of the leader CTA of a pair."""
+    """accumulator (+)= a b; one thread, of the leader CTA of a pair.
+
+    a, b: lower halves of descriptors.
+    """
     kind, _ = _INPUTS[dtype]
     cute.arch.inline_ptx(
-        "{ .reg .pred p; setp.ne.b32 p, {$r4}, 0; "
-        f"tcgen05.mma.cta_group::{ctas}.kind::{kind} [{{$r0}}], {{$r1}}, {{$r2}}, {{$r3}}, p; }}",
-        read_only_args=[accumulator, a, b, instruction, Int32(accumulate)],
+        "{ .reg .pred p; .reg .b64 a, b; setp.ne.b32 p, {$r4}, 0; "
+        "mov.b64 a, {{$r1}, {$r5}}; mov.b64 b, {{$r2}, {$r5}}; "
+        f"tcgen05.mma.cta_group::{ctas}.kind::{kind} [{{$r0}}], a, b, {{$r3}}, p; }}",
+        read_only_args=[accumulator, a, b, instruction, Int32(accumulate), Int32(_UPPER)],
     )
 
 
