@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 
 import pearl_jax
-from pearl_jax import tiling
+from pearl_jax import library, tiling
 
 # By its path: with the root on sys.path, the source folder would hide the installed pearl_jax.
 package = types.ModuleType("benchmarks")
 package.__path__ = [str(Path(__file__).parents[1] / "benchmarks")]
 sys.modules.setdefault("benchmarks", package)
-cpu, gpu, peers, protocol, report, shapes, tune = (
+blackwell, cpu, gpu, peers, protocol, report, shapes, tune = (
     importlib.import_module(f"benchmarks.{name}")
-    for name in ("cpu", "gpu", "peers", "protocol", "report", "shapes", "tune")
+    for name in ("blackwell", "cpu", "gpu", "peers", "protocol", "report", "shapes", "tune")
 )
 
 
@@ -331,3 +331,23 @@ def test_on_a_cpu_all_but_the_headline_are_scaled_down(monkeypatch, capsys):
         ("headline", shapes.Shape(32, 1024, 1024), 512, ("uniform",)),
         ("Qwen3-235B down", shapes.Shape(16, 192, 512), 512, ("uniform", "zipf")),
     ]
+
+
+def test_loops_of_a_disassembly():
+    """From the label that a branch goes back to; a branch ahead makes no loop."""
+    inner = ["SYNCS.ARRIVE", "@P1 BRA `(.L_x_3)", "UTMALDG.2D [UR1]", "@P0 BRA `(.L_x_2)"]
+    code = [".L_x_1:", "LDTM.x32 R4", ".L_x_2:", *inner, ".L_x_3:", "BRA.U UP0, `(.L_x_1)"]
+    outer = [x for x in code if not x.endswith(":")]
+    assert blackwell.loops(code) == [inner, outer]
+    assert blackwell.innermost([inner, outer], "UTMALDG", "SYNCS.ARRIVE") == inner
+    assert blackwell.innermost([inner, outer], "LDTM") == outer
+    assert blackwell.innermost([inner, outer], "UTCHMMA") == ()
+    assert blackwell.count(outer, "BRA", "LDTM") == 4
+
+
+@pytest.mark.parametrize("arch", [None, "sm_90a"])
+def test_without_a_blackwell_gpu_nothing_is_run_and_it_says_so(monkeypatch, arch):
+    monkeypatch.setattr(library, "present_arch", lambda: arch)
+    monkeypatch.setattr(blackwell.subprocess, "run", None)
+    with pytest.raises(SystemExit, match="there is no Blackwell GPU here"):
+        blackwell.run_on_gpu()
