@@ -71,8 +71,7 @@ def compile_ours(fields):
 def compile_nvidias(case):
     """As compile_ours, of NVIDIA's kernel."""
     compile_nvidia = importlib.import_module("emulator.compile_nvidia")  # of tests/
-    import cutlass.cute as cute
-
+    cute = importlib.import_module("cutlass.cute")
     gemm = compile_nvidia.make_gemm("grouped", **case)
     compute_stages, staged = gemm._compute_stages, []
 
