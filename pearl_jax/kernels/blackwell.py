@@ -67,6 +67,10 @@ class BlackwellGroupedMatmul:
     tile of their stage or of the work tile. After the last one it turns to the other
     accumulator, while the epilogue moves the finished one to registers and, when it has it
     all, frees it before the last stores.
+
+    A tile of 512 columns fills tensor memory: instead of two accumulators it has two halves,
+    each with its own barriers. The epilogue frees the left one first, so that the next tile
+    begins with that, while the right one is still being stored.
     """
 
     def __init__(self, spec: KernelSpec):
