@@ -132,6 +132,7 @@ def run(kernel, spec, sizes, *, m, k, n, offset=(0,), held=None, index=None, mod
         first, last = (min(max(int(offset[d]) + j, 0), sizes.shape[1]) for j in (0, held))
         owned[a, bounds[first] : bounds[last]] = True
 
+    sms = max(SMS, spec.tile.cluster * spec.tile.ctas)
     encode, out_dtype = ENCODE[NAMES[spec.dtype]], NAMES[spec.out_dtype]
     encoded = encode(lhs.astype(np.float32))
     encoded[~owned] = POISON[NAMES[spec.dtype]]  # rows that nobody may use
@@ -144,9 +145,9 @@ def run(kernel, spec, sizes, *, m, k, n, offset=(0,), held=None, index=None, mod
         index,
         np.full(want.shape, POISON[out_dtype]),
         m, n, k, held, sizes.shape[1], len(index), batches[0], batches[1],
-        SMS,
+        sms,
     ]  # fmt: skip
-    outputs, report = emulate(kernel, values, mode=mode, seed=seed, sm_count=SMS)
+    outputs, report = emulate(kernel, values, mode=mode, seed=seed, sm_count=sms)
     got, want = decoded(outputs[5]), decoded(ENCODE[out_dtype](want))
     wrong = np.argwhere(got != want)
     assert not len(wrong), f"{len(wrong)} elements are wrong, the first at {wrong[0]}"
