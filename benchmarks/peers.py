@@ -100,7 +100,7 @@ def jax_candidate(function, problem, layout, calls):
 
 def torch_candidate(make_call, problem, layout, calls):
     """make_call(torch, lhs, rhs, group_sizes) -> function without arguments."""
-    torch = _import("torch")
+    torch = import_peer("torch")
     if not torch.cuda.is_available():
         raise Absent("torch sees no GPU")
     lhs, rhs = (
@@ -142,7 +142,7 @@ def _capture(torch, call, calls):
     return graph, out
 
 
-def _import(name) -> Any:
+def import_peer(name) -> Any:
     try:
         return importlib.import_module(name)
     except Exception as error:  # also what fails while being imported
@@ -189,14 +189,14 @@ def _lax(problem):
 
 # What does well on an H200, for few and for many rows per group.
 _MOSAIC_COMMON = {"block_k": 64, "max_concurrent_steps": 4, "grid_block_n": 4}
-_MOSAIC_FEW = {"block_m": 64, "block_n": 256, **_MOSAIC_COMMON}
-_MOSAIC_MANY = {"block_m": 128, "block_n": 128, **_MOSAIC_COMMON}
+MOSAIC_FEW = {"block_m": 64, "block_n": 256, **_MOSAIC_COMMON}
+MOSAIC_MANY = {"block_m": 128, "block_n": 128, **_MOSAIC_COMMON}
 
 
 def _mosaic(problem):
-    ragged_dot = _import("jax.experimental.pallas.ops.gpu.ragged_dot_mgpu").ragged_dot
+    ragged_dot = import_peer("jax.experimental.pallas.ops.gpu.ragged_dot_mgpu").ragged_dot
     rows = problem.m / problem.shape.g
-    configs = [_MOSAIC_FEW] * (rows <= 64) + [_MOSAIC_MANY] * (rows >= 64)
+    configs = [MOSAIC_FEW] * (rows <= 64) + [MOSAIC_MANY] * (rows >= 64)
 
     def candidate(config):
         def function(lhs, rhs, group_sizes):
@@ -208,7 +208,7 @@ def _mosaic(problem):
 
 
 def _tokamax(problem):
-    function = functools.partial(_import("tokamax").ragged_dot, implementation="mosaic")
+    function = functools.partial(import_peer("tokamax").ragged_dot, implementation="mosaic")
     return {"": jax_candidate(function, problem, "gkn", problem.calls())}
 
 
@@ -231,8 +231,8 @@ _QUACK_TILES = ((128, 128, True), (128, 192, True), (128, 256, False), (256, 128
 
 
 def _quack(problem):
-    gemm_tuned = _import("quack.gemm_interface").gemm_tuned
-    config_type = _import("quack.gemm_config").GemmConfig
+    gemm_tuned = import_peer("quack.gemm_interface").gemm_tuned
+    config_type = import_peer("quack.gemm_config").GemmConfig
 
     def candidate(tile_m, tile_n, pingpong):
         config = config_type(

@@ -1,0 +1,175 @@
+"""The benchmark of a whole layer: its arithmetic, and what it does with peers; no GPU is needed."""
+
+import csv
+import functools
+import importlib
+import math
+import sys
+import types
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pearl_jax
+
+# By its path: with the root on sys.path, the source folder would hide the installed pearl_jax.
+package = types.ModuleType("benchmarks")
+package.__path__ = [str(Path(__file__).parents[1] / "benchmarks")]
+sys.modules.setdefault("benchmarks", package)
+moe_layer, peers, protocol, shapes = (
+    importlib.import_module(f"benchmarks.{name}")
+    for name in ("moe_layer", "peers", "protocol", "shapes")
+)
+
+MODEL = shapes.Model(16, 8, num_experts=8, top_k=2, expert_parallel=2)
+
+
+@pytest.fixture(scope="module")
+def operands():
+    normal = lambda seed: jax.random.normal(jax.random.key(seed), (12, 16), jnp.bfloat16)
+    return moe_layer.random_layer(MODEL), normal(2), normal(3)
+
+
+def forward_in_float64(layer, tokens, top_k):
+    router, gate_up, down = (
+        np.asarray(x, np.float64) for x in (layer.router, layer.experts.gate_up, layer.experts.down)
+    )
+    tokens = np.asarray(tokens, np.float64)
+    out = np.zeros_like(tokens)
+    for t, token in enumerate(tokens):
+        scores = np.exp(token @ router)
+        chosen = np.argsort(-scores)[:top_k]
+        for e in chosen:
+            gate, up = np.einsum("d,djf->jf", token, gate_up[e])
+            out[t] += scores[e] / scores[chosen].sum() * (gate / (1 + np.exp(-gate)) * up) @ down[e]
+    return out
+
+
+def test_the_layer_has_the_experts_of_one_device(operands):
+    layer, tokens, target = operands
+    assert layer.router.shape == (16, 4)
+    assert layer.experts.gate_up.shape == (4, 16, 2, 8)
+    got = moe_layer.forward(layer, tokens, target, top_k=2, contraction=pearl_jax.grouped_matmul)
+    want = forward_in_float64(layer, tokens, 2)
+    error = np.linalg.norm(np.asarray(got, np.float64) - want, axis=1) / np.linalg.norm(
+        want, axis=1
+    )
+    assert error.max() < 2e-2
+
+
+def test_parts_make_up_the_whole(operands):
+    layer, tokens, target = operands
+    parts = moe_layer.parts_of(layer, tokens, top_k=2)
+    assert [*parts] == ["router", "sort", "gather", "up", "activation", "down", "combine"]
+    function, last = parts["combine"]
+    want = jax.jit(
+        functools.partial(moe_layer.forward, top_k=2, contraction=pearl_jax.grouped_matmul)
+    )(layer, tokens, target)
+    assert float(moe_layer.worst_error(function(*last), want)) < 1e-2
+
+
+def test_the_step_has_the_gradients_of_tokens_router_and_experts(operands):
+    layer, tokens, target = operands
+    options = {"top_k": 2, "contraction": pearl_jax.grouped_matmul}
+    loss, (d_layer, d_tokens) = moe_layer.step(layer, tokens, target, **options)
+    out = moe_layer.forward(layer, tokens, target, **options)
+    want = np.vdot(np.asarray(out, np.float64), np.asarray(target, np.float64))
+    assert float(loss) == pytest.approx(want, 1e-3)
+    assert d_tokens.shape == tokens.shape
+    assert jax.tree.map(jnp.shape, d_layer) == jax.tree.map(jnp.shape, layer)
+    assert all(bool(jnp.any(x != 0)) for x in jax.tree.leaves((d_layer, d_tokens)))
+
+
+def test_the_worst_entry_counts():
+    want = [jnp.ones((3, 4)), jnp.zeros((2, 2)), jnp.float32(2)]
+    got = [want[0].at[1].mul(1.5), want[1], want[2]]
+    assert float(moe_layer.worst_error(got, want)) == pytest.approx(0.5)
+    assert float(moe_layer.worst_error([want[0], want[1] + 1, want[2]], want)) == math.inf
+    assert math.isnan(moe_layer.worst_error([want[0].at[0, 0].set(jnp.nan), *want[1:]], want))
+
+
+def run_point(capsys, monkeypatch, **contractions):
+    monkeypatch.setattr(
+        moe_layer, "CONTRACTIONS", {"pearl": moe_layer.CONTRACTIONS["pearl"], **contractions}
+    )
+    layer = moe_layer.random_layer(MODEL)
+    names = list(moe_layer.CONTRACTIONS)
+    records = moe_layer.run_point("tiny", MODEL, layer, 12, names, rounds=1)
+    return records, capsys.readouterr().out.splitlines()
+
+
+def test_peers_that_fail_or_are_wrong_are_said_and_not_timed(capsys, monkeypatch):
+    def fails(lhs, rhs, group_sizes):
+        raise ValueError("no\nsuch   tile")
+
+    def wrong(lhs, rhs, group_sizes):
+        return 1.1 * pearl_jax.grouped_matmul(lhs, rhs, group_sizes)
+
+    monkeypatch.setattr(moe_layer, "PASSES", ("forward",))
+    records, lines = run_point(
+        capsys,
+        monkeypatch,
+        failing=lambda *args: fails,
+        wrong=lambda *args: wrong,
+        lax=moe_layer._lax,
+        absent=lambda *args: peers.import_peer("no_such_module"),
+    )
+    assert {r.candidate for r in records if r.part == "forward"} == {"pearl", "lax"}
+    assert lines[0].split()[:3] == ["tiny", "12", "forward"]
+    assert lines[1].startswith("  parts, us: router ")
+    assert lines[2] == "# failing, forward: ValueError: no such tile"
+    assert lines[3].startswith("# wrong, forward: differs from pearl by ")
+    assert lines[4].startswith("# absent, forward: no_such_module cannot be imported")
+
+
+def test_lax_and_mosaic_are_left_out_where_they_cannot_do_it(monkeypatch):
+    glm = moe_layer.LAYERS["GLM-5.3"]
+    assert moe_layer._lax(glm, 512, 3) is jax.lax.ragged_dot
+    with pytest.raises(peers.Absent, match=r"skipped, 32 times the arithmetic would take 1\.8 s"):
+        moe_layer._lax(glm, 24576, 3)
+    monkeypatch.setattr(moe_layer, "LAX_MAX_SECONDS", math.inf)
+    with pytest.raises(peers.Absent, match="skipped, would need 72 GiB"):
+        moe_layer._lax(glm, 24576, 1)
+    with pytest.raises(peers.Absent, match="it has no gradient"):
+        moe_layer._mosaic(glm, 64, 3)
+
+
+def test_lines_have_the_columns_of_the_header():
+    record = functools.partial(moe_layer.Record, "GLM-5.3", 64, "step")
+    records = [record("pearl", 812.4, 1.0, 5.2, False), record("lax", 1624.8, 2.0, 9.0, True)]
+    names = ["pearl", "lax", "mosaic"]
+    header, line = moe_layer.header(names), moe_layer.line(records, names)
+    assert line.split() == ["GLM-5.3", "64", "step", "812", "2.00*", "-", "5.20", "9.00", "-"]
+    for title, value in (("pearl us", "812"), ("lax x", "2.00*"), ("lax GiB", "9.00")):
+        assert header.index(title) + len(title) == line.index(value) + len(value)
+
+
+def test_a_run_on_a_cpu_writes_every_time(capsys, tmp_path):
+    path = tmp_path / "times.csv"
+    moe_layer.main(
+        ["--cpu", "--layer", "Qwen3-30B-A3B", "--peers", "lax", "--rounds", "1", "--csv", str(path)]
+    )
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(r["part"], r["candidate"]) for r in rows[:4]] == [
+        (name, candidate) for name in moe_layer.PASSES for candidate in ("pearl", "lax")
+    ]
+    assert len(rows) == 4 + 7
+    assert all(float(r["us"]) > 0 for r in rows)
+    assert "Qwen3-30B-A3B" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--tokens", "0"], "--rounds and --tokens must be at least 1"),
+        ([], "there is no GPU; --cpu runs it scaled down"),
+    ],
+)
+def test_bad_arguments(argv, message, capsys):
+    with pytest.raises(SystemExit):
+        moe_layer.main(argv)
+    assert message in capsys.readouterr().err
