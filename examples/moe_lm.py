@@ -220,7 +220,9 @@ def _choose(logits, positions, seeds, temperature):
     return jnp.where(tokens == END, -1, tokens.astype(jnp.int32))
 
 
-# Checkpoints: DIR/config.json, and DIR/checkpoints with the last states of training.
+# A run's folder: train_moe.json with its settings, checkpoints/ with its last states.
+
+_SETTINGS = "train_moe.json"
 
 
 def open_checkpoints(directory) -> ocp.CheckpointManager:
@@ -229,9 +231,17 @@ def open_checkpoints(directory) -> ocp.CheckpointManager:
     )
 
 
-def clear_checkpoints(directory):
-    if _checkpoints(directory).exists():
-        shutil.rmtree(_checkpoints(directory))
+def start(directory, settings: dict):
+    """Makes the folder, without the checkpoints of an earlier run; settings hold those of Config.
+
+    Raises ValueError where the folder has other things.
+    """
+    directory = pathlib.Path(directory)
+    if directory.exists() and any(directory.iterdir()) and not (directory / _SETTINGS).exists():
+        raise ValueError(f"{directory} is not empty, and of no earlier run")
+    shutil.rmtree(_checkpoints(directory), ignore_errors=True)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / _SETTINGS).write_text(json.dumps(settings, indent=1) + "\n")
 
 
 def save(checkpoints, step, **modules):
@@ -259,14 +269,9 @@ def restore(checkpoints, **modules) -> int:
     return step
 
 
-def write_config(directory, settings: dict):
-    """settings: of the whole run; those of the model are the fields of Config."""
-    (pathlib.Path(directory) / "config.json").write_text(json.dumps(settings, indent=1) + "\n")
-
-
-def read_config(directory) -> dict:
-    """Raises FileNotFoundError where no run has written one."""
-    path = pathlib.Path(directory) / "config.json"
+def read_settings(directory) -> dict:
+    """Raises FileNotFoundError where there is no run."""
+    path = pathlib.Path(directory) / _SETTINGS
     if not path.exists():
         raise FileNotFoundError(f"{path} is missing; train_moe.py writes it")
     return json.loads(path.read_text())
@@ -274,7 +279,7 @@ def read_config(directory) -> dict:
 
 def load(directory, **changes) -> MoELM:
     """The model of the last checkpoint of a run; changes to its Config, as of the dtype."""
-    settings = read_config(directory) | changes
+    settings = read_settings(directory) | changes
     config = Config(**{field.name: settings[field.name] for field in dataclasses.fields(Config)})
     model = MoELM(config, rngs=nnx.Rngs(0))
     with open_checkpoints(directory) as checkpoints:

@@ -8,6 +8,11 @@ experts changes with each step and never compiles anything.
   python examples/serve_moe.py --temperature 0.7 --seed 1
   python examples/serve_moe.py --export build/moe.npz    # and runs it without Flax
   python examples/serve_moe.py --program build/moe.npz   # the same by hand
+
+Of a Hugging Face checkpoint, of which only the MoE layers are known here, it runs each of
+them on random hidden states and shows how these spread over the experts:
+
+  python examples/serve_moe.py --hf FOLDER --tokens 512
 """
 
 from __future__ import annotations
@@ -161,6 +166,34 @@ def run_without_flax(path, prompts, options) -> str:
     return done.stdout
 
 
+def run_layers(folder, num_tokens, seed=0):
+    """Yields for each MoE layer of a checkpoint: its number, (e,) load, seconds."""
+    from pearl_jax import hf
+    from pearl_jax.nn import nnx
+
+    forward = nnx.jit(lambda layer, *args, **kwargs: layer.with_aux(*args, **kwargs))
+    checkpoint = hf.Checkpoint(folder)
+    keys = jax.random.split(jax.random.key(seed))
+    for number, layer in hf.load_layers(checkpoint.config, checkpoint):
+        tokens = jax.random.normal(keys[0], (num_tokens, layer.hidden_size), layer.down.dtype)
+        inputs = {}
+        if layer.router.expert_table is not None:
+            vocab_size = layer.router.expert_table.shape[0]
+            inputs["token_ids"] = jax.random.randint(keys[1], (num_tokens,), 0, vocab_size)
+        jax.block_until_ready(forward(layer, tokens, **inputs))  # the first one compiles
+        start = time.perf_counter()
+        out = jax.block_until_ready(forward(layer, tokens, **inputs))
+        yield number, np.asarray(out.tokens_per_expert), time.perf_counter() - start
+
+
+def show_layers(folder, num_tokens, seed):
+    for number, load, seconds in run_layers(folder, num_tokens, seed):
+        print(
+            f"layer {number}: {1e3 * seconds:.1f} ms, {np.count_nonzero(load)} of {len(load)} "
+            f"experts with tokens, the busiest {load.max() / load.mean():.2f} times the mean"
+        )
+
+
 def parse(argv):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -168,16 +201,19 @@ def parse(argv):
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--run", metavar="DIR", default="build/train_moe", help="of train_moe.py")
     source.add_argument("--program", metavar="FILE", help="written by --export")
+    source.add_argument("--hf", metavar="FOLDER", help="with config.json and safetensors files")
     parser.add_argument("--prompt", action="append", metavar="TEXT", help="may be given repeatedly")
-    parser.add_argument("--tokens", type=int, default=100, help="bytes after each prompt")
+    parser.add_argument(
+        "--tokens", type=int, default=100, help="bytes after each prompt, or hidden states"
+    )
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest byte")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--export", metavar="FILE", help="write the programs, and run them as well")
     options = parser.parse_args(argv)
     if options.tokens < 1 or options.temperature < 0 or options.seed < 0:
         parser.error("--tokens must be at least 1, --temperature and --seed at least 0")
-    if options.export and options.program:
-        parser.error("--export writes the model of --run, not --program again")
+    if options.export and (options.program or options.hf):
+        parser.error("--export writes the model of --run")
     return parser, options
 
 
@@ -185,6 +221,9 @@ def main(argv=None):
     parser, options = parse(argv)
     prompts = [prompt.encode() for prompt in options.prompt or PROMPTS]
     try:
+        if options.hf:
+            show_layers(options.hf, options.tokens, options.seed)
+            return
         if options.program:
             generator = Generator.of_file(options.program)
         else:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 import moe_lm
@@ -84,56 +85,61 @@ def pieces(trained):
     return train_moe.split(train_moe.read_text(trained.argv[-3]), CONTEXT)[1][:3, :CONTEXT]
 
 
-def test_steps_with_caches_equal_the_whole(trained, pieces):
+@pytest.fixture(scope="module")
+def forward(trained):
+    """Of the trained model, compiled."""
+    return jax.jit(lambda *args, **kwargs: trained.model(*args, **kwargs))
+
+
+@pytest.fixture(scope="module")
+def generator(trained):
+    return serve_moe.Generator.of_model(trained.model, 4)
+
+
+def test_steps_with_caches_equal_the_whole(forward, pieces):
     """Each sequence from its own position on, with garbage where nothing was written yet."""
     tokens, lengths = jnp.asarray(pieces, jnp.int32), jnp.array([1, 7, 20])
-    want = trained.model(tokens)
+    want = forward(tokens)
     valid = jnp.arange(CONTEXT) < lengths[:, None]
-    out = trained.model(jnp.where(valid, tokens, 77), token_mask=valid)
+    out = forward(jnp.where(valid, tokens, 77), token_mask=valid)
     assert out.load.sum(-1).tolist() == [2 * 28] * 2
     np.testing.assert_allclose(out.logits[2, :20], want.logits[2, :20], rtol=0, atol=2e-5)
     caches = [
         tuple(jnp.where(valid[:, :, None, None], x, 1e4) for x in cache) for cache in out.caches
     ]
-    step = jax.jit(
-        lambda tokens, positions, caches: trained.model(tokens, positions=positions, caches=caches)
-    )
     for _ in range(CONTEXT - 20):
         one = jnp.take_along_axis(tokens, lengths[:, None], axis=1)
-        out = step(one, lengths[:, None], caches)
+        out = forward(one, positions=lengths[:, None], caches=caches)
         expected = jnp.take_along_axis(want.logits, lengths[:, None, None], axis=1)
         np.testing.assert_allclose(out.logits, expected, rtol=0, atol=2e-5)
         caches, lengths = out.caches, lengths + 1
 
 
-def greedy(model, prompt, num_tokens):
+def greedy(forward, prompt, num_tokens):
     """By the whole forward pass for every byte; the model is causal."""
-    forward = jax.jit(lambda tokens: model(tokens).logits)
-    text = list(prompt)
-    for _ in range(num_tokens):
-        padded = np.zeros((1, CONTEXT), np.int32)
-        padded[0, : len(text)] = text
-        text.append(int(np.argmax(forward(padded)[0, len(text) - 1])))
-    return bytes(text[len(prompt) :])
+    text = np.zeros((1, CONTEXT), np.int32)
+    text[0, : len(prompt)] = list(prompt)
+    for n in range(len(prompt), len(prompt) + num_tokens):
+        text[0, n] = np.argmax(forward(text).logits[0, n - 1])
+    return bytes(text[0, len(prompt) : n + 1].astype(np.uint8))
 
 
-def test_a_batch_is_what_its_prompts_are_one_by_one(trained):
-    batch, single = (serve_moe.Generator.of_model(trained.model, n) for n in (4, 1))
-    texts = batch(PROMPTS, ADDED).texts
-    assert texts == [greedy(trained.model, prompt, ADDED) for prompt in PROMPTS]
+def test_a_batch_is_what_its_prompts_are_one_by_one(trained, forward, generator):
+    texts = generator(PROMPTS, ADDED).texts
+    assert texts == [greedy(forward, prompt, ADDED) for prompt in PROMPTS]
     assert len(set(texts)) == len(texts)
-    texts = batch(PROMPTS, ADDED, temperature=1.0, seed=5).texts
+    texts = generator(PROMPTS, ADDED, temperature=1.0, seed=5).texts
+    single = serve_moe.Generator.of_model(trained.model, 1)
     for i, prompt in enumerate(PROMPTS):
         assert single([prompt], ADDED, temperature=1.0, seed=5 + i).texts == [texts[i]]
-    assert batch(PROMPTS, ADDED, temperature=1.0, seed=6).texts != texts
+    assert generator(PROMPTS, ADDED, temperature=1.0, seed=6).texts != texts
 
 
-def test_nothing_compiles_anew_as_the_load_changes(trained):
-    generator = serve_moe.Generator.of_model(trained.model, 3)
+def test_nothing_compiles_anew_as_the_load_changes(generator):
     generations = [generator(PROMPTS[i:], ADDED) for i in range(3)]
     loads = generations[0].loads
     assert len(np.unique(loads[1:], axis=0)) > 3
-    # A masked token, as of an unused sequence, is in no load; each other one twice in each layer.
+    # An unused sequence and padding are in no load; every other token is in each layer twice.
     assert loads.sum(-1).tolist() == [[2 * sum(map(len, PROMPTS))] * 2] + [[6, 6]] * (ADDED - 1)
     assert generations[2].loads[1:].sum(-1).tolist() == [[2, 2]] * (ADDED - 1)
     for program in (generator.prefill, generator.decode):
@@ -141,8 +147,7 @@ def test_nothing_compiles_anew_as_the_load_changes(trained):
         assert program.compiled._cache_size() == 1
 
 
-def test_a_sequence_ends_where_the_context_does(trained):
-    generator = serve_moe.Generator.of_model(trained.model, 2)
+def test_a_sequence_ends_where_the_context_does(generator):
     full, short = generator([b"x" * CONTEXT, b"x" * (CONTEXT - 3)], 10, temperature=1.0).texts
     assert (len(full), len(short)) == (1, 4)
 
@@ -152,33 +157,38 @@ def test_bytes_are_drawn_by_their_probabilities():
         jnp.full((20_000, moe_lm.VOCAB_SIZE), -1e9).at[:, [0, 7, 9]].set(jnp.array([0, 1, 2.0]))
     )
     seeds = jnp.arange(len(logits), dtype=jnp.uint32)
+    choose = jax.jit(moe_lm._choose)
     for temperature in (0.5, 1.0):
-        tokens = moe_lm._choose(logits, 0 * seeds, seeds, temperature)
+        tokens = choose(logits, 0 * seeds, seeds, temperature)
         values, counts = np.unique(tokens, return_counts=True)
         want = np.exp(np.array([0, 1, 2]) / temperature)
         want /= want.sum()
         assert values.tolist() == [-1, 7, 9]  # END is 0
         sigma = np.sqrt(want * (1 - want) / len(logits))
         assert np.all(np.abs(counts / len(logits) - want) < 4 * sigma)
-    assert np.all(moe_lm._choose(logits, 0 * seeds, seeds, 0.0) == 9)
+    assert np.all(choose(logits, 0 * seeds, seeds, 0.0) == 9)
 
 
-def test_exported_programs_run_without_flax(trained, tmp_path, monkeypatch):
+def test_exported_programs_run_without_flax(trained, tmp_path):
     path = tmp_path / "moe.npz"
-    argv = ["--run", trained.run, "--tokens", ADDED, "--temperature", 0.5, "--export", path]
+    argv = ["--tokens", ADDED, "--temperature", 0.5]
     argv += [word for prompt in PROMPTS for word in ("--prompt", prompt.decode())]
-    assert f"{path}: the same text, without flax" in call(serve_moe.main, *argv)
+    printed = call(serve_moe.main, "--run", trained.run, "--export", path, *argv)
+    assert f"{path}: the same text, without flax" in printed
+    assert "compilations: prefill 1, decode 1" in printed
     # Here flax has been imported, which the process of its own must not.
-    with pytest.raises(SystemExit, match="should not need flax"):
-        call(serve_moe.main, "--program", path, *argv[2:6])
-    monkeypatch.setattr(serve_moe, "run_without_flax", lambda *args: "'def ' -> b'another'")
-    with pytest.raises(SystemExit, match="generated another text"):
-        call(serve_moe.main, *argv)
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as out,
+        pytest.raises(SystemExit, match="should not need flax"),
+    ):
+        serve_moe.main(["--program", str(path), *map(str, argv)])
+    lines = len(PROMPTS)
+    assert out.getvalue().splitlines()[:lines] == printed.splitlines()[:lines]
 
 
-def test_bfloat16_stays_near(trained, pieces):
+def test_bfloat16_stays_near(trained, forward, pieces):
     model = moe_lm.load(trained.run, dtype="bfloat16")
-    want, got = trained.model(pieces).logits, model(pieces).logits
+    want, got = forward(pieces).logits, jax.jit(lambda tokens: model(tokens).logits)(pieces)
     assert got.dtype == jnp.float32
     assert 1e-4 < jnp.linalg.norm(got - want) / jnp.linalg.norm(want) < 5e-2
 
@@ -223,7 +233,7 @@ def test_a_run_that_fell_short_fails():
         (["--top-k", "9"], "top_k must be at most experts, got 9 of 8"),
         (["--text", "absent.txt"], "No such file or directory: 'absent.txt'"),
         (["--text", __file__, "--context", "4096"], "for a context of 4096 it needs more than"),
-        (["--resume"], "config.json is missing; train_moe.py writes it"),
+        (["--resume"], "train_moe.json is missing; train_moe.py writes it"),
         (["--dtype", "int8"], "invalid choice: 'int8'"),
     ],
 )
@@ -234,10 +244,41 @@ def test_bad_arguments_of_training(argv, message, capsys, tmp_path):
     assert message in capsys.readouterr().err
 
 
+def test_a_folder_of_other_things_is_left_alone(capsys, tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(SystemExit):
+        train_moe.main(["--out", str(tmp_path)])
+    assert "is not empty, and of no earlier run" in capsys.readouterr().err
+    assert (tmp_path / "checkpoints").exists()
+
+
 def test_only_the_same_run_is_resumed(trained, capsys):
     with pytest.raises(SystemExit):
         train_moe.main([*map(str, trained.argv), "--resume", "--seed", "3"])
     assert "has seed 0, not 3" in capsys.readouterr().err
+
+
+def test_layers_of_a_checkpoint_show_their_load(tmp_path, rng):
+    config = {"model_type": "mixtral", "hidden_size": 16, "intermediate_size": 8}
+    config |= {"num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors, routers = {}, rng.standard_normal((2, 4, 16), np.float32)
+    for layer, router in enumerate(routers):
+        head = f"model.layers.{layer}.block_sparse_moe."
+        tensors[f"{head}gate.weight"] = router
+        for e in range(4):
+            for name, shape in (("w1", (8, 16)), ("w2", (16, 8)), ("w3", (8, 16))):
+                tensors[f"{head}experts.{e}.{name}.weight"] = np.ones(shape, np.float32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    tokens = np.asarray(jax.random.normal(jax.random.split(jax.random.key(3))[0], (50, 16)))
+    found = {number: load for number, load, _ in serve_moe.run_layers(tmp_path, 50, seed=3)}
+    assert [*found] == [0, 1]
+    for router, load in zip(routers, found.values()):
+        chosen = np.argsort(tokens @ router.T)[:, 2:]
+        assert load.tolist() == np.bincount(chosen.ravel(), minlength=4).tolist()
+    printed = call(serve_moe.main, "--hf", tmp_path, "--tokens", 50, "--seed", 3)
+    ratio = found[1].max() / 25
+    assert f"4 of 4 experts with tokens, the busiest {ratio:.2f} times the mean" in printed
 
 
 @pytest.mark.parametrize(
@@ -245,14 +286,15 @@ def test_only_the_same_run_is_resumed(trained, capsys):
     [
         (["--prompt", ""], "a prompt has 1 to 32 bytes, got 0"),
         (["--prompt", "x" * 33], "a prompt has 1 to 32 bytes, got 33"),
-        (["--run", "absent"], "config.json is missing; train_moe.py writes it"),
+        (["--run", "absent"], "train_moe.json is missing; train_moe.py writes it"),
         (["--tokens", "0"], "--tokens must be at least 1"),
         (["--program", __file__], "is no file of --export"),
         (["--program", "x", "--export", "y"], "--export writes the model of --run"),
+        (["--hf", "absent"], "No such file or directory: absent"),
     ],
 )
 def test_bad_arguments_of_serving(argv, message, trained, capsys):
-    if "--run" not in argv and "--program" not in argv:
+    if not {"--run", "--program", "--hf"} & {*argv}:
         argv = [*argv, "--run", str(trained.run)]
     with pytest.raises(SystemExit) as caught:
         serve_moe.main(argv)
