@@ -273,7 +273,7 @@ def measure(programs, rounds, **point) -> list[Record]:
 
 def run_point(label, model, layer, num_tokens, candidates, rounds) -> list[Record]:
     """Prints the lines of one layer and number of tokens."""
-    shape = num_tokens, model.width
+    shape, point = (num_tokens, model.width), {"layer": label, "tokens": num_tokens}
     tokens, target = (
         jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16) for seed in (2, 3)
     )
@@ -282,7 +282,6 @@ def run_point(label, model, layer, num_tokens, candidates, rounds) -> list[Recor
         programs = compile_candidates(
             name, model, (layer, tokens, target), candidates, notes.append
         )
-        point = {"layer": label, "tokens": num_tokens}
         found = measure({(name, c): p for c, p in programs.items()}, rounds, **point)
         print(line(found, candidates), flush=True)
         records += found
