@@ -1,4 +1,4 @@
-"""Every test of test_kernels.py on every kernel in the emulator, as a table.
+"""Every test of test_kernels.py on every grouped_matmul kernel in the emulator, as a table.
 
   python tests/kernel_matrix.py --arch sm_100f             the kernels of the library
   python tests/kernel_matrix.py --arch sm_100f --valid     one of every valid tile and layout
@@ -90,7 +90,9 @@ def main():
     args = parser.parse_args()
     specs = valid_specs(args.arch) if args.valid else tiling.kernels(args.arch)
     specs = [s for s in specs if s.form in FORMS]
-    specs = [s for s in specs if fnmatch.fnmatch(s.name, args.only)]
+    specs = [s for s in specs if s.form in FORMS and fnmatch.fnmatch(s.name, args.only)]
+    if not specs:
+        parser.error(f"no kernel's name is like {args.only}")
     width = max(len(s.name) for s in specs)
     print(f"{'kernel':<{width}}", *(f"{column:>8}" for column in CHECKS))
     failed = 0
