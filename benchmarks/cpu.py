@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import pearl_jax
-from benchmarks import protocol, shapes
+from benchmarks import peers, protocol, shapes
 
 HEADLINE = "headline"
 HEADLINE_SHAPE = shapes.Shape(g=32, k=1024, n=1024)
@@ -21,12 +21,7 @@ GROUPINGS = ("uniform", "zipf")
 TOLERANCES = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3}
 
 
-def _lax_dims(contracting, ragged, group):
-    return jax.lax.RaggedDotDimensionNumbers((contracting, ((), ())), ragged, group)
-
-
-_TRANSPOSED = _lax_dims(((1,), (2,)), [0], [0])
-_OUTER = _lax_dims(((0,), (0,)), [0], [])
+_TRANSPOSED = jax.lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
 
 
 def _split(x, g):
@@ -60,7 +55,7 @@ OPS = {
     },
     "outer": {
         "pearl": pearl_jax.grouped_outer,
-        "lax": functools.partial(jax.lax.ragged_dot_general, ragged_dot_dimension_numbers=_OUTER),
+        "lax": peers.lax_outer,
         "dense": _dense_outer,
     },
 }

@@ -2,6 +2,7 @@
 
   python -m benchmarks.grouped_matmul --cpu
   python -m benchmarks.grouped_matmul --case GLM-5.3 --projection gate_up --json glm.json
+  python -m benchmarks.grouped_matmul --form wgrad --case GLM-5.3 --peers torch bmm
   python -m benchmarks.grouped_matmul --host
 
 On a CPU shapes are scaled down. Columns: median milliseconds of pearl_jax; how many times
@@ -9,10 +10,12 @@ longer jax.lax's ragged dot and the dense einsum over equal groups take (above 1
 is faster); how many times its floor pearl_jax takes, and what bounds that floor.
 
 On a GPU, in bfloat16: the floor of the actual group sizes and what bounds it; microseconds
-of pearl_jax for weights (g, n, k) and (g, k, n), and how many times its floor that is; how
-many times longer each peer takes than pearl_jax with the same layout (above 1: pearl_jax
-is faster). Lines with # say which peers do not run and why; * marks a time that the host
-may have held up.
+of pearl_jax in two columns, and how many times its floor that is; how many times longer
+each peer takes than pearl_jax in the same column (above 1: pearl_jax is faster). Lines with
+# say which peers do not run and why; * marks a time that the host may have held up.
+The form fwd multiplies rows by weights (g, n, k) and (g, k, n). wgrad is the gradient of
+weights, its result in bfloat16, as all peers give it, and in float32, held against a floor
+of its own: the floor shown, and what bounds it, are those of the first column.
 """
 
 from __future__ import annotations
@@ -45,14 +48,29 @@ def _parser():
     on_cpu = parser.add_argument_group("on a CPU")
     on_cpu.add_argument("--dtype", choices=cpu.TOLERANCES)
     on_gpu = parser.add_argument_group("on a GPU")
-    on_gpu.add_argument("--rows", type=int, nargs="+", default=gpu.ROWS, help="mean of a group")
+    on_gpu.add_argument("--form", choices=peers.FORMS, default="fwd")
+    on_gpu.add_argument(
+        "--rows",
+        type=int,
+        nargs="+",
+        help="mean of a group; by default "
+        + "; ".join(f"{name}: {' '.join(map(str, f.rows))}" for name, f in peers.FORMS.items()),
+    )
     on_gpu.add_argument(
         "--groupings",
         nargs="+",
         choices=shapes.GROUPINGS,
-        help="by default uniform, and all for " + " and ".join(map(str, gpu.UNEVEN_ROWS)) + " rows",
+        help="by default fwd: uniform, and all for "
+        + " and ".join(map(str, peers.UNEVEN_ROWS))
+        + " rows; wgrad: "
+        + " ".join(peers.FORMS["wgrad"].groupings(1)),
     )
-    on_gpu.add_argument("--peers", nargs="*", choices=peers.PEERS, default=list(peers.PEERS))
+    on_gpu.add_argument(
+        "--peers",
+        nargs="*",
+        choices=dict.fromkeys(name for f in peers.FORMS.values() for name in f.peers),
+        help="by default all of the form",
+    )
     on_gpu.add_argument("--measure-peaks", action="store_true", help="instead of known ones")
     on_gpu.add_argument("--json", metavar="FILE", help="write all times")
     on_gpu.add_argument("--plot", metavar="FILE.png", help="draw time over floor against rows")
@@ -62,8 +80,11 @@ def _parser():
 def main():
     parser = _parser()
     options = parser.parse_args()
-    if options.rounds < 1 or min(options.rows) < 1:
+    if options.rounds < 1 or min(options.rows or [1]) < 1:
         parser.error("--rounds and --rows must be at least 1")
+    unknown = set(options.peers or ()) - set(peers.FORMS[options.form].peers)
+    if unknown:
+        parser.error(f"{options.form} has no peer {', '.join(sorted(unknown))}")
     # The GPU's memory is shared with torch.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if options.cpu:
@@ -89,9 +110,10 @@ def main():
     try:
         gpu.run(
             cases,
+            options.form,
             rows=options.rows,
             groupings=options.groupings,
-            names=list(dict.fromkeys(options.peers)),
+            names=options.peers and list(dict.fromkeys(options.peers)),
             rounds=options.rounds,
             measure_peaks=options.measure_peaks,
             json_path=options.json,

@@ -211,16 +211,20 @@ class Floor:
     bound: str  # "bytes" or "flops", whichever takes longer
 
 
-def grouped_matmul_floor(k, n, group_sizes, itemsize, peaks) -> Floor:
+def grouped_matmul_floor(k, n, group_sizes, itemsize, peaks, out_itemsize=None) -> Floor:
     """(m, k), (g, k, n) -> (m, n): owned rows and weights of groups with rows, once each."""
     rows, groups = int(np.sum(group_sizes)), int(np.count_nonzero(group_sizes))
-    return _floor((rows * (k + n) + groups * k * n) * itemsize, 2 * rows * k * n, peaks)
+    operands, result = rows * k + groups * k * n, rows * n
+    num_bytes = operands * itemsize + result * (out_itemsize or itemsize)
+    return _floor(num_bytes, 2 * rows * k * n, peaks)
 
 
-def grouped_outer_floor(k, n, group_sizes, itemsize, peaks) -> Floor:
+def grouped_outer_floor(k, n, group_sizes, itemsize, peaks, out_itemsize=None) -> Floor:
     """(m, k), (m, n) -> (g, k, n): owned rows once each; every group is written, empty or not."""
     rows, groups = int(np.sum(group_sizes)), len(group_sizes)
-    return _floor((rows * (k + n) + groups * k * n) * itemsize, 2 * rows * k * n, peaks)
+    operands, result = rows * (k + n), groups * k * n
+    num_bytes = operands * itemsize + result * (out_itemsize or itemsize)
+    return _floor(num_bytes, 2 * rows * k * n, peaks)
 
 
 def _floor(num_bytes, flops, peaks):
@@ -300,13 +304,18 @@ def worst_group_error(got, want, group_sizes=None):
 
 
 @jax.jit
-def worst_group_error_on_device(got, want, group_sizes):
+def worst_group_error_on_device(got, want, group_sizes=None):
     """worst_group_error for arrays too large to fetch; no rows may lie past the last group."""
-    m, g = want.shape[0], group_sizes.shape[0]
-    group = jnp.repeat(jnp.arange(g), group_sizes, total_repeat_length=m)
+    if got.shape != want.shape:
+        raise ValueError(f"worst_group_error: shapes {got.shape} and {want.shape} differ")
 
     def squares(x):
-        return jax.ops.segment_sum(jnp.sum(x * x, axis=1), group, g)
+        found = jnp.sum(x * x, axis=range(1, x.ndim))
+        if group_sizes is None:
+            return found
+        m, g = x.shape[0], group_sizes.shape[0]
+        group = jnp.repeat(jnp.arange(g), group_sizes, total_repeat_length=m)
+        return jax.ops.segment_sum(found, group, g)
 
     got, want = got.astype(jnp.float32), want.astype(jnp.float32)
     difference, norm = squares(got - want), squares(want)

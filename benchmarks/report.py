@@ -9,18 +9,17 @@ import math
 import statistics
 from typing import Any
 
-LAYOUTS = ("gnk", "gkn")
-
 
 @dataclasses.dataclass(frozen=True)
 class Record:
     """One case with one number of rows and one grouping. Times are medians in microseconds.
 
     Attributes:
-      case: model and projection; rows: mean of a group; bound: of the floor.
-      pearl_us: layout of the weights -> time.
+      case: model and projection; rows: mean of a group.
+      floor_us: column of pearl_jax -> floor; bound, and peers, go by that of the first one.
+      pearl_us: column of pearl_jax -> time.
       peer_us: peer -> time; only peers that ran and agreed.
-      ratios: peer -> its time over that of pearl_jax with the same layout.
+      ratios: peer -> its time over that of pearl_jax in the same column.
       host_bound: candidates that may have waited for the host.
       samples: candidate (variants apart) -> all its times.
     """
@@ -32,7 +31,7 @@ class Record:
     rows: int
     grouping: str
     group_sizes: list[int]
-    floor_us: float
+    floor_us: dict[str, float]
     bound: str
     pearl_us: dict[str, float]
     peer_us: dict[str, float]
@@ -40,11 +39,18 @@ class Record:
     host_bound: list[str]
     samples: dict[str, list[float]]
 
+    @property
+    def peer_floor_us(self) -> float:
+        return next(iter(self.floor_us.values()))
 
-def header(peers) -> str:
-    layouts = "".join(f"{layout + ' us':>10}{'floor x':>8}" for layout in LAYOUTS)
+    def over_floor(self, column) -> float:
+        return self.pearl_us[column] / self.floor_us[column]
+
+
+def header(columns, peers) -> str:
+    pearl = "".join(f"{column + ' us':>10}{'floor x':>8}" for column in columns)
     names = "".join(f"{name + ' x':>10}" for name in peers)
-    return f"{'case':<24}{'rows':>5}  {'groups':<12}{'floor us':>9} {'bound':<6}{layouts}{names}"
+    return f"{'case':<24}{'rows':>5}  {'groups':<12}{'floor us':>9} {'bound':<6}{pearl}{names}"
 
 
 def line(record, peers) -> str:
@@ -54,15 +60,15 @@ def line(record, peers) -> str:
         return text + ("*" if name in record.host_bound else " ")
 
     pearl = "".join(
-        marked(f"{us:>9.1f}", f"pearl {layout}") + f"{us / record.floor_us:>8.3f}"
-        for layout, us in ((layout, record.pearl_us[layout]) for layout in LAYOUTS)
+        marked(f"{us:>9.1f}", f"pearl {column}") + f"{record.over_floor(column):>8.3f}"
+        for column, us in record.pearl_us.items()
     )
     ratios = "".join(
         marked(f"{record.ratios[name]:>9.2f}", name) if name in record.ratios else f"{'-':>9} "
         for name in peers
     )
     return (
-        f"{record.case:<24}{record.rows:>5}  {record.grouping:<12}{record.floor_us:>9.1f} "
+        f"{record.case:<24}{record.rows:>5}  {record.grouping:<12}{record.peer_floor_us:>9.1f} "
         f"{record.bound:<6}{pearl}{ratios}".rstrip()
     )
 
@@ -73,10 +79,9 @@ def summary(records, peers) -> str:
     for name in peers:
         found = [(r.ratios[name], r) for r in records if name in r.ratios]
         lines.append(_summary_line(f"{name} over pearl", found, min) if found else f"{name}: -")
-    for layout in LAYOUTS:
-        found = [(r.pearl_us[layout] / r.floor_us, r) for r in records]
-        if found:
-            lines.append(_summary_line(f"pearl {layout} over its floor", found, max))
+    for column in records[0].pearl_us if records else ():
+        found = [(r.over_floor(column), r) for r in records]
+        lines.append(_summary_line(f"pearl {column} over its floor", found, max))
     return "\n".join(lines)
 
 
@@ -113,10 +118,11 @@ def curves(records, peers, case) -> dict[str, list[tuple[int, float]]]:
     found: dict[str, list[tuple[int, float]]] = {}
     for r in sorted(records, key=lambda r: r.rows):
         if r.case == case and r.grouping == "uniform":
-            times = {f"pearl {layout}": us for layout, us in r.pearl_us.items()} | r.peer_us
-            for name, us in times.items():
-                found.setdefault(name, []).append((r.rows, us / r.floor_us))
-    order = [f"pearl {layout}" for layout in LAYOUTS] + list(peers)
+            over = {f"pearl {column}": r.over_floor(column) for column in r.pearl_us}
+            over |= {name: r.peer_us[name] / r.peer_floor_us for name in peers if name in r.peer_us}
+            for name, ratio in over.items():
+                found.setdefault(name, []).append((r.rows, ratio))
+    order = [name for name in found if name.startswith("pearl")] + list(peers)
     return {name: found[name] for name in order if name in found}
 
 
@@ -131,6 +137,7 @@ def write_plot(path, records, peers, title):
     figure, axes = pyplot.subplots(
         rows, columns, figsize=(5 * columns, 3.6 * rows), squeeze=False, layout="constrained"
     )
+    first = f"pearl {next(iter(records[0].pearl_us))}"
     colors = {name: f"C{i}" for i, name in enumerate(("pearl", *peers))}
     for axis, case in zip(axes.flat, cases):
         for name, points in curves(records, peers, case).items():
@@ -139,7 +146,7 @@ def write_plot(path, records, peers, title):
                 marker="o",
                 markersize=3,
                 color=colors[name.split()[0]],
-                linestyle="--" if name == "pearl gkn" else "-",
+                linestyle="--" if name.startswith("pearl") and name != first else "-",
                 linewidth=2.2 if name.startswith("pearl") else 1.2,
                 label=name,
             )

@@ -15,13 +15,13 @@ import statistics
 
 import jax
 
-from benchmarks import gpu, peers, protocol, report, shapes
+from benchmarks import peers, protocol, shapes
 from pearl_jax import library, tiling
 
 
 def run_case(arch, case, shape, layout, rows, groupings, rounds) -> list[float]:
     """Prints a line for each number of rows and grouping; returns what the choice loses."""
-    weights = peers.random_weights(shape)
+    fwd = peers.FORMS["fwd"]
     form = tiling.matmul_form(layout == "gnk")
     tiles = tiling.tiles(arch, form)
     width = 2 + max(12, *(len(str(tile)) for tile in tiles))
@@ -30,10 +30,10 @@ def run_case(arch, case, shape, layout, rows, groupings, rounds) -> list[float]:
     losses = []
     for mean in rows:
         m = shape.g * mean
-        problem = peers.Problem(shape, peers.random_lhs(m, shape.k), weights)
+        problem = fwd.problem(shape, m)
         chosen = tiling.choose_kernel_tile(arch, form, m, shape.n, shape.g)
-        candidates = {tile: peers.pearl(problem, layout, tile) for tile in tiles}
-        for grouping in gpu.groupings_of(mean, groupings):
+        candidates = {tile: fwd.pearl(problem, layout, tile) for tile in tiles}
+        for grouping in groupings or fwd.groupings(mean):
             sizes = shapes.GROUPINGS[grouping](m, shape.g)
             bursts = {tile: bind(sizes).burst for tile, bind in candidates.items()}
             for burst in bursts.values():
@@ -51,6 +51,7 @@ def run_case(arch, case, shape, layout, rows, groupings, rounds) -> list[float]:
 
 
 def main():
+    fwd = peers.FORMS["fwd"]
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -58,8 +59,8 @@ def main():
         "--case", action="append", choices=shapes.MODELS, help="several times; by default all"
     )
     parser.add_argument("--projection", choices=shapes.PROJECTIONS)
-    parser.add_argument("--layout", choices=report.LAYOUTS)
-    parser.add_argument("--rows", type=int, nargs="+", default=gpu.ROWS, help="mean of a group")
+    parser.add_argument("--layout", choices=fwd.columns)
+    parser.add_argument("--rows", type=int, nargs="+", default=fwd.rows, help="mean of a group")
     parser.add_argument("--groupings", nargs="+", choices=shapes.GROUPINGS)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
@@ -73,7 +74,7 @@ def main():
     )
     losses = []
     for case, shape in shapes.cases(options.case or shapes.MODELS, projections).items():
-        for layout in [options.layout] if options.layout else report.LAYOUTS:
+        for layout in [options.layout] if options.layout else fwd.columns:
             losses += run(arch, case, shape, layout)
     print(
         f"\nthe choice is above the best by {max(losses):.1f}% at most, "

@@ -1,9 +1,11 @@
 """The benchmarks' own arithmetic, tables and handling of peers; no GPU is needed."""
 
+import dataclasses
 import functools
 import importlib
 import json
 import math
+import re
 import sys
 import time
 import types
@@ -20,9 +22,19 @@ from pearl_jax import library, tiling
 package = types.ModuleType("benchmarks")
 package.__path__ = [str(Path(__file__).parents[1] / "benchmarks")]
 sys.modules.setdefault("benchmarks", package)
-blackwell, cpu, gpu, peers, protocol, report, shapes, tune = (
+blackwell, cpu, gpu, grouped_matmul, peers, protocol, report, shapes, tune = (
     importlib.import_module(f"benchmarks.{name}")
-    for name in ("blackwell", "cpu", "gpu", "peers", "protocol", "report", "shapes", "tune")
+    for name in (
+        "blackwell",
+        "cpu",
+        "gpu",
+        "grouped_matmul",
+        "peers",
+        "protocol",
+        "report",
+        "shapes",
+        "tune",
+    )
 )
 
 
@@ -35,7 +47,7 @@ def record(rows=16, grouping="uniform", gnk=100.0, gkn=110.0, **changes):
         "rows": rows,
         "grouping": grouping,
         "group_sizes": [rows, rows],
-        "floor_us": 80.0,
+        "floor_us": {"gnk": 80.0, "gkn": 80.0},
         "bound": "bytes",
         "pearl_us": {"gnk": gnk, "gkn": gkn},
         "peer_us": {"torch": 150.0},
@@ -100,6 +112,19 @@ def test_floor_counts_groups_with_rows_only():
     assert (floor.seconds, floor.bound) == (floor.num_bytes / 1e12, "bytes")
 
 
+def test_floor_of_an_outer_product_writes_empty_groups_too():
+    peaks, sizes = protocol.Peaks(bandwidth=1e12, flops=1e15), np.array([3, 0, 5])
+    shape, wgrad = shapes.Shape(g=3, k=64, n=32), peers.FORMS["wgrad"]
+    found = {column: wgrad.floor(shape, sizes, column, peaks) for column in wgrad.columns}
+    for column, out_itemsize in (("bf16", 2), ("f32", 4)):
+        assert found[column].num_bytes == 2 * 8 * (64 + 32) + out_itemsize * 3 * 64 * 32
+        assert found[column].flops == 2 * 8 * 64 * 32
+        assert found[column].seconds == found[column].num_bytes / 1e12
+    slow = protocol.Peaks(bandwidth=1e12, flops=1e12)
+    busy = protocol.grouped_outer_floor(64, 32, np.array([10**4]), 2, slow)
+    assert (busy.seconds, busy.bound) == (2 * 10**4 * 64 * 32 / 1e12, "flops")
+
+
 def test_floor_of_an_h200():
     peaks, shape = protocol.GPU_PEAKS["NVIDIA H200"], shapes.MODELS["GLM-5.3"].gate_up
     found = [
@@ -135,6 +160,11 @@ def test_error_on_the_device_is_the_one_on_the_host(rng, sizes):
     assert float(on_device) == pytest.approx(protocol.worst_group_error(got, want, sizes), 1e-5)
     got[0, 0] = np.nan
     assert math.isnan(protocol.worst_group_error_on_device(got, want, jnp.array(sizes)))
+    # Without sizes, groups are the entries of the first axis.
+    got[0, 0] = 2 * want[0, 0]
+    entries = got.reshape(4, 2, 6), want.reshape(4, 2, 6)
+    on_device = protocol.worst_group_error_on_device(*entries)
+    assert float(on_device) == pytest.approx(protocol.worst_group_error(*entries), 1e-5)
     zero = np.zeros_like(want)
     assert float(protocol.worst_group_error_on_device(zero, zero, jnp.array(sizes))) == 0
     assert protocol.worst_group_error_on_device(want, zero, jnp.array(sizes)) == math.inf
@@ -142,13 +172,25 @@ def test_error_on_the_device_is_the_one_on_the_host(rng, sizes):
 
 def test_lines_have_the_columns_of_the_header():
     names = ["lax", "torch"]
-    header = report.header(names)
+    header = report.header(["gnk", "gkn"], names)
     line = report.line(record(host_bound=["torch", "pearl gkn"]), names)
     columns = "GLM-5.3 gate_up 16 uniform 80.0 bytes 100.0 1.250 110.0* 1.375 - 1.50*"
     assert " ".join(line.split()) == columns
     # Numbers end where their titles end; a mark may follow.
     for title, value in (("floor us", "80.0"), ("rows", "16"), ("torch x", "1.50")):
         assert abs(header.index(title) + len(title) - line.index(value) - len(value)) <= 1
+
+
+def test_each_column_is_held_against_its_own_floor():
+    found = record(
+        floor_us={"bf16": 80.0, "f32": 160.0}, pearl_us={"bf16": 100.0, "f32": 200.0}, ratios={}
+    )
+    columns = "GLM-5.3 gate_up 16 uniform 80.0 bytes 100.0 1.250 200.0 1.250 -"
+    assert " ".join(report.line(found, ["torch"]).split()) == columns
+    assert "f32 us floor x" in " ".join(report.header(["bf16", "f32"], []).split())
+    assert "pearl f32 over its floor: worst 1.250" in report.summary([found], [])
+    curves = report.curves([found], ["torch"], "GLM-5.3 gate_up")
+    assert curves == {"pearl bf16": [(16, 1.25)], "pearl f32": [(16, 1.25)], "torch": [(16, 1.875)]}
 
 
 def test_summary_names_the_worst_point():
@@ -179,64 +221,99 @@ def test_a_plot_without_matplotlib_says_how_to_get_it(monkeypatch):
 
 
 def test_uneven_groupings_are_for_some_rows_only_unless_asked_for():
-    assert gpu.groupings_of(4) == ("uniform",)
-    assert gpu.groupings_of(16) == tuple(shapes.GROUPINGS)
-    assert gpu.groupings_of(4, ["zipf"]) == ("zipf",)
+    fwd = peers.FORMS["fwd"]
+    assert fwd.groupings(4) == ("uniform",)
+    assert fwd.groupings(16) == tuple(shapes.GROUPINGS)
 
 
-def problem(rows, shape=None):
-    shape = shape or shapes.Shape(g=3, k=16, n=8)
-    return peers.Problem(
-        shape, peers.random_lhs(shape.g * rows, shape.k), peers.random_weights(shape)
-    )
+TINY = shapes.Shape(g=3, k=16, n=8)
+
+
+def problem(rows, form="fwd"):
+    return peers.FORMS[form].problem(TINY, TINY.g * rows)
 
 
 def test_both_layouts_hold_the_same_weights():
-    weights = problem(2).weights
-    np.testing.assert_array_equal(weights["gnk"], jnp.swapaxes(weights["gkn"], 1, 2))
-    assert weights["gnk"].shape == (3, 8, 16)
+    operands = problem(2).operands
+    (lhs, gnk), (same, gkn) = operands["gnk"], operands["gkn"]
+    assert lhs is same
+    np.testing.assert_array_equal(gnk, jnp.swapaxes(gkn, 1, 2))
+    assert gnk.shape == (3, 8, 16)
 
 
 def test_a_program_has_few_calls_where_one_takes_long_or_writes_much(monkeypatch):
-    p = problem(2)
-    assert p.calls() == peers.MAX_CALLS
+    p, outer = problem(2), problem(2, "wgrad")
+    assert p.calls("gnk") == outer.calls("f32") == peers.MAX_CALLS
     with monkeypatch.context() as patch:
         patch.setattr(peers, "MAX_OUTPUT_BYTES", 2 * (2 * p.m * p.shape.n))
-        assert p.calls() == 2
+        assert p.calls("gnk") == 2
+        patch.setattr(peers, "MAX_OUTPUT_BYTES", 2 * (2 * 3 * 16 * 8))
+        assert (outer.calls("bf16"), outer.calls("f32")) == (2, 1)
     monkeypatch.setattr(peers, "ASSUMED", protocol.Peaks(bandwidth=1.0, flops=1.0))
-    assert p.calls() == 1
+    assert p.calls("gnk") == 1
 
 
-def test_lax_is_left_out_where_it_would_take_too_long(monkeypatch):
-    monkeypatch.setattr(peers, "LAX_MAX_SECONDS", 1e-12)
-    with pytest.raises(peers.Absent, match="skipped, 3 times the arithmetic would take"):
-        peers.PEERS["lax"].make(problem(2))
-    monkeypatch.setattr(peers, "LAX_MAX_SECONDS", 1)
-    monkeypatch.setattr(peers, "LAX_MAX_BYTES", 10)
+@pytest.mark.parametrize(("form", "masked"), [("fwd", 16), ("wgrad", 16 + 8)])
+def test_lax_is_left_out_where_it_would_take_too_long(monkeypatch, form, masked):
+    lax, p = peers.FORMS[form].peers["lax"], problem(2, form)
+    with monkeypatch.context() as patch:
+        patch.setattr(peers, "LAX_MAX_SECONDS", 1e-12)
+        with pytest.raises(peers.Absent, match="skipped, 3 times the arithmetic would take"):
+            lax.make(p)
+    monkeypatch.setattr(peers, "LAX_MAX_BYTES", 2 * 3 * 6 * masked)
+    lax.make(p)
+    monkeypatch.setattr(peers, "LAX_MAX_BYTES", 2 * 3 * 6 * masked - 1)
     with pytest.raises(peers.Absent, match="skipped, would need"):
-        peers.PEERS["lax"].make(problem(2))
+        lax.make(p)
+
+
+def test_peers_of_an_outer_product_on_torch():
+    """What is asked of torch, by an interpreter of it in NumPy."""
+    torch = types.SimpleNamespace(
+        int32=np.int32,
+        tensor=lambda values, dtype, device: np.array(values, dtype),
+        bmm=np.matmul,
+        _grouped_mm=lambda a, b, offs: np.stack(
+            [x @ y for x, y in zip(np.split(a, offs[:-1], 1), np.split(b, offs[:-1]))]
+        ),
+    )
+
+    class Tensor(np.ndarray):  # as torch's: transpose swaps two axes
+        def t(self):
+            return self.T
+
+        def transpose(self, *axes):
+            return self.swapaxes(*axes)
+
+    rng = np.random.default_rng(0)
+    lhs, rhs = (rng.standard_normal((6, n)).view(Tensor) for n in (4, 5))
+    for make_call, sizes in (
+        (peers._torch_grouped_outer, [1, 0, 5]),
+        (peers._torch_bmm_outer, [2, 2, 2]),
+    ):
+        got = make_call(torch, lhs, rhs, np.array(sizes))()
+        ends = np.cumsum(sizes)
+        want = [np.einsum("mk,mn->kn", lhs[e - s : e], rhs[e - s : e]) for s, e in zip(sizes, ends)]
+        np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
 
 
 @pytest.fixture
 def without_kernels(monkeypatch):
     """pearl_jax in plain XLA, short bursts, and peaks for this machine."""
-
-    def pearl(problem, layout, tile=None):
-        function = functools.partial(
-            pearl_jax.grouped_matmul, transpose_rhs=layout == "gnk", implementation="xla", tile=tile
-        )
-        return peers.jax_candidate(function, problem, layout, problem.calls())
-
-    monkeypatch.setattr(peers, "pearl", pearl)
+    for name, form in peers.FORMS.items():
+        pearl = functools.partial(form.pearl, implementation="xla")
+        changed = dataclasses.replace(form, pearl=pearl, peers=dict(form.peers))
+        monkeypatch.setitem(peers.FORMS, name, changed)
     monkeypatch.setattr(peers, "MAX_CALLS", 2)
     monkeypatch.setattr(protocol, "BURST_SECONDS", 1e-4)
     monkeypatch.setattr(protocol, "PAUSE_SECONDS", 0)
     monkeypatch.setitem(protocol.GPU_PEAKS, "cpu", protocol.Peaks(1e10, 1e11))
 
 
-def run(names, path=None, rows=(2,)):
+def run(names, path=None, rows=(2,), form="fwd"):
     gpu.run(
-        {"tiny": shapes.Shape(g=3, k=16, n=8)},
+        {"tiny": TINY},
+        form,
         rows=rows,
         groupings=["uniform", "one_hot"],
         names=names,
@@ -260,11 +337,79 @@ def test_a_run_has_a_line_for_each_point_and_writes_them(without_kernels, capsys
     assert set(written["records"][0]["samples"]) == {"pearl gnk", "pearl gkn", "lax"}
 
 
+def test_a_run_of_the_weight_gradient(without_kernels, capsys, tmp_path):
+    run(None, tmp_path / "found.json", form="wgrad")
+    out = capsys.readouterr().out
+    header, *lines = [s for s in out.splitlines() if s.startswith(("case", "tiny"))]
+    columns = "bound bf16 us floor x f32 us floor x lax x mosaic x torch x bmm x tokamax x"
+    assert " ".join(header.split()).endswith(columns)
+    assert [line.split()[1:3] for line in lines] == [["2", "uniform"], ["2", "one_hot"]]
+    assert "pearl f32 over its floor: worst" in out
+    assert "differs" not in out
+    written = json.loads((tmp_path / "found.json").read_text())
+    assert written["form"] == "wgrad"
+    uniform, one_hot = written["records"]
+    assert {"pearl bf16", "pearl f32", "lax"} <= set(uniform["samples"])
+    assert set(uniform["floor_us"]) == {"bf16", "f32"}
+    # All groups are written, with rows or without.
+    assert uniform["floor_us"] == one_hot["floor_us"]
+
+
+def test_a_wrong_weight_gradient_is_found_in_its_group(without_kernels, monkeypatch, capsys):
+    def wrong(lhs, rhs, group_sizes):
+        return pearl_jax.grouped_outer(lhs, rhs, group_sizes).at[1].mul(1.1)
+
+    monkeypatch.setitem(peers.FORMS["wgrad"].peers, "wrong", jax_peer(wrong, "bf16"))
+    run(["wrong", "lax"], form="wgrad")
+    out = capsys.readouterr().out
+    assert re.search(r"# wrong: differs from pearl_jax by (9\.\de-02|1\.0e-01) in a group", out)
+    assert "lax over pearl: worst" in out
+
+
+def test_kernels_of_other_projects_get_the_operands_of_an_outer_product(
+    without_kernels, monkeypatch, capsys
+):
+    def mosaic(lhs, rhs, *, group_sizes, block_m, block_n, **options):
+        assert options == {"block_k": 64, "max_concurrent_steps": 4, "grid_block_n": 4}
+        return pearl_jax.grouped_outer(lhs, rhs, group_sizes)
+
+    def tokamax(lhs, rhs, group_sizes, ragged_dot_dimension_numbers, *, implementation):
+        assert implementation == "mosaic"
+        return pearl_jax.ragged_dot_general(lhs, rhs, group_sizes, ragged_dot_dimension_numbers)
+
+    modules = {
+        "jax.experimental.pallas.ops.gpu.transposed_ragged_dot_mgpu": types.SimpleNamespace(
+            transposed_ragged_dot=mosaic
+        ),
+        "tokamax": types.SimpleNamespace(ragged_dot_general=tokamax),
+    }
+    monkeypatch.setattr(peers, "import_peer", modules.__getitem__)
+    run(["mosaic", "tokamax"], form="wgrad")
+    out = capsys.readouterr().out
+    assert "#" not in out
+    for name in "mosaic", "tokamax":
+        assert f"{name} over pearl: worst" in out
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--form", "wgrad", "--peers", "quack"], "wgrad has no peer quack"),
+        (["--form", "dgrad"], "invalid choice: 'dgrad'"),
+    ],
+)
+def test_forms_and_peers_that_there_are_not(monkeypatch, capsys, given, message):
+    monkeypatch.setattr(sys, "argv", ["grouped_matmul", *given])
+    with pytest.raises(SystemExit):
+        grouped_matmul.main()
+    assert message in capsys.readouterr().err
+
+
 def test_absent_and_failing_peers_are_said_once(without_kernels, monkeypatch, capsys):
     def fails(lhs, rhs, group_sizes):
         raise ValueError("no\nsuch   tile")
 
-    monkeypatch.setitem(peers.PEERS, "failing", jax_peer(fails))
+    monkeypatch.setitem(peers.FORMS["fwd"].peers, "failing", jax_peer(fails))
     monkeypatch.setitem(sys.modules, "tokamax", None)
     run(["tokamax", "failing"], rows=(2, 4))
     notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("#")]
@@ -277,18 +422,18 @@ def test_a_peer_that_is_wrong_is_not_timed(without_kernels, monkeypatch, capsys)
     def wrong(lhs, rhs, group_sizes):
         return 1.1 * pearl_jax.grouped_matmul(lhs, rhs, group_sizes)
 
-    monkeypatch.setitem(peers.PEERS, "wrong", jax_peer(wrong))
+    monkeypatch.setitem(peers.FORMS["fwd"].peers, "wrong", jax_peer(wrong))
     run(["wrong", "lax"])
     out = capsys.readouterr().out
     assert "# wrong: differs from pearl_jax by 1.0e-01 in a group, not timed" in out
     assert "wrong: -\n" in out
-    monkeypatch.setitem(peers.PEERS, "too", jax_peer(wrong))
+    monkeypatch.setitem(peers.FORMS["fwd"].peers, "too", jax_peer(wrong))
     with pytest.raises(RuntimeError, match="pearl_jax differs from all of too, wrong"):
         run(["wrong", "too"])
 
 
-def jax_peer(function):
-    return peers.Peer("gkn", lambda p: {"": peers.jax_candidate(function, p, "gkn", p.calls())})
+def jax_peer(function, column="gkn"):
+    return peers.Peer(column, lambda p, column: {"": peers.jax_candidate(function, p, column)})
 
 
 def test_the_fastest_variant_counts():
@@ -301,9 +446,10 @@ def test_the_fastest_variant_counts():
             "mosaic 128x128": 4e-4,
         }.items()
     }
-    sizes = np.array([2, 2])
+    sizes = np.array([2, 2, 2])
     peaks = protocol.Peaks(1e12, 1e15)
-    found = gpu.make_record("x", shapes.Shape(2, 8, 8), 2, "uniform", sizes, timings, peaks)
+    found = gpu.make_record("x", problem(2), "uniform", sizes, timings, peaks)
+    assert found.rows == 2
     assert found.peer_us == {"mosaic": pytest.approx(300)}
     assert found.ratios == {"mosaic": pytest.approx(1.5)}
     assert set(found.samples) == set(timings)
