@@ -237,6 +237,11 @@ class ExpertParallel:
         }
         return dataclasses.replace(self, strategy=min(seconds, key=seconds.__getitem__))
 
+    def spec(self, *names):
+        """The PartitionSpec of an array with axes "expert", "embed" (d), "mlp" (f) or None."""
+        axes = {"expert": self.expert, "embed": self.fsdp, "mlp": self.tensor}
+        return P(*(axes.get(name) for name in names))
+
     @property
     def weight_specs(self) -> ExpertWeights:
         """The PartitionSpecs of the weights, each of which stays where it is."""
@@ -252,12 +257,11 @@ class ExpertParallel:
 
     @property
     def _weight_specs(self):
-        expert, tensor, fsdp = self.expert, self.tensor, self.fsdp
         return (
-            P(expert, fsdp, None, tensor),
-            P(expert, tensor, fsdp),
-            P(expert, None, tensor),
-            P(expert, fsdp),
+            self.spec("expert", "embed", None, "mlp"),
+            self.spec("expert", "mlp", "embed"),
+            self.spec("expert", None, "mlp"),
+            self.spec("expert", "embed"),
         )
 
     @property

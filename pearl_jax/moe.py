@@ -291,9 +291,8 @@ def moe(
 
 
 def _shared_mlp(tokens, weights: SharedWeights, activation):
-    d, two, s = weights.gate_up.shape
-    gate_up = _dot(tokens, weights.gate_up.reshape(d, two * s))
-    hidden = activation(gate_up[:, :s], gate_up[:, s:]).astype(tokens.dtype)
+    gate_up = _dot(tokens, weights.gate_up.swapaxes(0, 1))  # (t, 2, s): a mesh may shard s
+    hidden = activation(gate_up[:, 0], gate_up[:, 1]).astype(tokens.dtype)
     out = _dot(hidden, weights.down)
     if weights.gate is not None:
         out = jax.nn.sigmoid(_dot(tokens, weights.gate)) * out

@@ -23,6 +23,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 try:
     from flax import nnx
@@ -33,7 +35,8 @@ except ModuleNotFoundError as e:
         "pearl_jax.nn needs Flax, which is not installed: pip install 'pearl-jax[nn]'", name=e.name
     ) from e
 
-from pearl_jax import moe, routing
+from pearl_jax import moe, routing, sharding
+from pearl_jax.expert_parallel import ExpertParallel
 from pearl_jax.grouped_matmul import grouped_matmul
 
 _LECUN_NORMAL = nnx.initializers.lecun_normal()
@@ -69,6 +72,7 @@ class Router(nnx.Module):
       deterministic: whether jitter starts turned off.
       param_dtype: of kernel, bias and expert_scale.
       kernel_init, bias_init: initializers.
+      mesh: whose devices each have all parameters, if given.
       rngs: of the parameters, "params", and "jitter".
 
     >>> import jax.numpy as jnp
@@ -93,25 +97,32 @@ class Router(nnx.Module):
         param_dtype=jnp.float32,
         kernel_init=_LECUN_NORMAL,
         bias_init=nnx.initializers.zeros,
+        mesh: Mesh | AbstractMesh | None = None,
         rngs: nnx.Rngs,
     ):
         e = config.num_experts
+        everywhere = None if mesh is None else NamedSharding(mesh, P())
+
+        def param(there, init, shape):
+            return _optional(
+                there, init, rngs, shape, param_dtype, (None,) * len(shape), everywhere
+            )
+
         self.hidden_size = hidden_size
         self.config = config
         self.jitter = jitter
         self.deterministic = deterministic
         self.rngs = rngs["jitter"].fork() if jitter else nnx.data(None)
-        self.kernel = _param(kernel_init, rngs, (hidden_size, e), param_dtype, (None, None))
-        self.bias = _optional(use_bias, bias_init, rngs, (e,), param_dtype, (None,))
-        ones = nnx.initializers.ones
-        self.expert_scale = _optional(expert_scale, ones, rngs, (e,), param_dtype, (None,))
+        self.kernel = param(True, kernel_init, (hidden_size, e))
+        self.bias = param(use_bias, bias_init, (e,))
+        self.expert_scale = param(expert_scale, nnx.initializers.ones, (e,))
         self.selection_bias = nnx.data(None)
         if selection_bias:
-            self.selection_bias = SelectionBias(jnp.zeros(e, jnp.float32))
+            self.selection_bias = SelectionBias(jnp.zeros(e, jnp.float32, device=everywhere))
         self.expert_table = nnx.data(None)
         if vocab_size is not None:
-            dealt = jnp.arange(vocab_size * config.top_k, dtype=jnp.int32) % e
-            self.expert_table = ExpertTable(dealt.reshape(vocab_size, config.top_k))
+            table = jnp.arange(vocab_size * config.top_k, dtype=jnp.int32, device=everywhere) % e
+            self.expert_table = ExpertTable(table.reshape(vocab_size, config.top_k))
 
     def __call__(
         self, tokens, *, token_mask=None, token_ids=None, deterministic=None
@@ -186,7 +197,10 @@ class MoE(nnx.Module):
       kernel_init: initializer of one matrix (in, out), called for each expert, and for gate
         and up, so that none of these axes counts for the variance.
       bias_init: initializer of biases.
-      parallel: how experts are spread over devices, in place of moe.apply_experts.
+      mesh: short for parallel=ExpertParallel(mesh).
+      parallel: how experts are spread over devices, in place of moe.apply_experts. With an
+        ExpertParallel the parameters are created on its mesh: "expert" of their axes is on
+        its axis expert, "embed" on fsdp and "mlp" on tensor.
       contraction: in place of grouped_matmul, like jax.lax.ragged_dot.
       rngs: of the parameters, "params", and "jitter".
 
@@ -225,10 +239,16 @@ class MoE(nnx.Module):
         param_dtype=jnp.float32,
         kernel_init=_LECUN_NORMAL,
         bias_init=nnx.initializers.zeros,
-        parallel=None,
+        mesh: Mesh | AbstractMesh | None = None,
+        parallel: Any = None,
         contraction=grouped_matmul,
         rngs: nnx.Rngs,
     ):
+        if mesh is not None:
+            if parallel is not None:
+                raise ValueError(f"MoE: give a mesh or parallel, got {mesh} and {parallel}")
+            parallel = ExpertParallel(mesh)
+        placed = parallel if isinstance(parallel, ExpertParallel) else None
         if (router is None) == (num_experts is None and top_k is None):
             raise ValueError(
                 "MoE: give num_experts and top_k, or a router, got "
@@ -249,6 +269,7 @@ class MoE(nnx.Module):
                 param_dtype=param_dtype,
                 kernel_init=kernel_init,
                 bias_init=bias_init,
+                mesh=None if placed is None else placed.mesh,
                 rngs=rngs,
             )
         self.router = router
@@ -263,12 +284,12 @@ class MoE(nnx.Module):
         width = d if latent_size is None else latent_size
         ones = nnx.initializers.ones
 
-        def kernel(shape, axes, batch=(), there=True):
-            init = _per_matrix(kernel_init, batch)
-            return _optional(there, init, rngs, shape, param_dtype, axes)
-
         def vector(there, init, shape, axes):
-            return _optional(there, init, rngs, shape, param_dtype, axes)
+            place = None if placed is None else NamedSharding(placed.mesh, placed.spec(*axes))
+            return _optional(there, init, rngs, shape, param_dtype, axes, place)
+
+        def kernel(shape, axes, batch=(), there=True):
+            return vector(there, _per_matrix(kernel_init, batch), shape, axes)
 
         self.gate_up = kernel((e, width, 2, f), ("expert", "embed", None, "mlp"), (0, 2))
         self.down = kernel((e, f, width), ("expert", "mlp", "embed"), (0,))
@@ -337,13 +358,18 @@ class MoE(nnx.Module):
         def value(param) -> Any:
             return None if param is None else param[...].astype(dtype or param.dtype)
 
+        def whole(param) -> Any:
+            # Explicit axes that shard a contraction would need to be told where its sum goes.
+            known = isinstance(self.parallel, ExpertParallel) and param is not None
+            return sharding.place(value(param), self.parallel.mesh, P()) if known else value(param)
+
         experts = (self.gate_up, self.down, self.gate_up_bias, self.down_bias)
         shared = (self.shared_gate_up, self.shared_down, self.shared_gate)
         latent = (self.latent_down, self.latent_norm, self.latent_up)
         return moe.MoEWeights(
             moe.ExpertWeights(*map(value, experts)),
-            None if shared[0] is None else moe.SharedWeights(*map(value, shared)),
-            None if latent[0] is None else moe.LatentWeights(*map(value, latent)),
+            None if shared[0] is None else moe.SharedWeights(*map(whole, shared)),
+            None if latent[0] is None else moe.LatentWeights(*map(whole, latent)),
         )
 
     def update_selection_bias(self, tokens_per_expert, rate):
@@ -377,13 +403,14 @@ def linen_moe(hidden_size, intermediate_size, *, name=None, **options):
     return nnx.bridge.to_linen(MoE, hidden_size, intermediate_size, name=name, **options)
 
 
-def _param(init, rngs, shape, dtype, axes):
+def _optional(there, init, rngs, shape, dtype, axes, place=None) -> Any:
+    if not there:
+        return nnx.data(None)
+    if place is not None:
+        # Each device makes its part only.
+        init = jax.jit(init, static_argnums=(1, 2), out_shardings=place)
     # Without eager_sharding the names of the axes need no mesh.
     return nnx.Param(init(rngs.params(), shape, dtype), out_sharding=axes, eager_sharding=False)
-
-
-def _optional(there, *args) -> Any:
-    return _param(*args) if there else nnx.data(None)
 
 
 def _per_matrix(init, batch):
