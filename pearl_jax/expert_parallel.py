@@ -215,7 +215,8 @@ class ExpertParallel:
 
         What is computed is the same for all strategies; what counts are the exchanges, each
         by a time to start and its bytes into one of the n devices with T tokens each:
-          replicate     psum: 2 (n - 1) T d of float32.
+          replicate     psum: 2 (n - 1) T d of float32. Where few tokens count, they are taken
+                        to be replicated already, but the bytes of gathering them count.
           gather        all_gather: (n - 1) T tokens and routings; psum_scatter: (n - 1) T d
                         of float32.
           all_to_all    the same for the slots of n - 1 pairs, sums in dtype.
@@ -227,7 +228,7 @@ class ExpertParallel:
         token, routing = d * jnp.dtype(dtype).itemsize, 8 * top_k
         slots = self._slots(here, top_k)
         exchanges = {
-            "replicate": (1, 2 * here * d * 4),
+            "replicate": (1, here * (token + routing + 2 * d * 4)),
             "gather": (3, here * (token + routing + d * 4)),
             "all_to_all": (3, slots * (2 * token + routing)),
         }

@@ -354,7 +354,7 @@ def _gather_tokens(tokens, order, inverse):
 
 
 def _take(x, index):
-    return x.at[index].get(mode="fill", fill_value=0)
+    return jnp.asarray(x).at[index].get(mode="fill", fill_value=0)
 
 
 def _sum_pairs(ct, order, inverse):

@@ -1,36 +1,33 @@
-"""Experts on meshes of CPU devices: the layer of one device, its losses and all its gradients."""
+"""Experts on meshes of CPU devices: the layer of one device, its losses and all its gradients.
+
+Each compiled program runs all routings of CASES, which differ in values only.
+"""
 
 import functools
 import math
+import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from interpreter import ROOT
+from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pearl_jax import moe, routing
 from pearl_jax.expert_parallel import ExpertParallel
 
-E, K, D, F = 8, 3, 16, 12
+E, K, T, D, F = 8, 3, 32, 16, 10
 CONFIG = routing.RouterConfig(E, K)
 STRATEGIES = ("replicate", "gather", "all_to_all")
-MESHES = {
-    "e8": {"expert": 8},
-    "e4": {"expert": 4},
-    "e2": {"expert": 2},
-    "dp2 e4": {"data": 2, "expert": 4},
-    "e4 tp2": {"expert": 4, "tensor": 2},
-    "tp4": {"tensor": 4},
-    "fsdp2 e4": {"fsdp": 2, "expert": 4},
-    "dp2 e2 tp2": {"data": 2, "expert": 2, "tensor": 2},
-    "e2 fsdp2 tp2": {"expert": 2, "fsdp": 2, "tensor": 2},
-}
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 
 
-def make_mesh(name, kind=AxisType.Auto):
-    axes = MESHES[name]
+def make_mesh(kind=AUTO, **axes):
     devices = jax.devices()[: math.prod(axes.values())]
     types = (kind,) * len(axes)
     return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=types, devices=devices)
@@ -49,13 +46,13 @@ PARAMETERS = {
 }
 
 
-def problem(case, t):
-    """Tokens, which are not masked, the router's bias that makes the case, a cotangent."""
+def problem(case, t=T):
+    """Tokens, which of them count, the router's bias that makes the case, a cotangent."""
     tokens, mask, bias = normal(6, t, D), np.ones(t, bool), np.zeros(E, np.float32)
     if case == "hot expert":
         bias[5] = 100
-    elif case == "empty ranks":
-        bias[3:] = -100  # three experts have everything, and most devices nothing
+    elif case == "empty devices":
+        bias[3:] = -100  # three experts have everything
     elif case == "masked":
         mask[t // 2 :: 2] = mask[:3] = False
         tokens[~mask] = np.nan
@@ -64,34 +61,58 @@ def problem(case, t):
     return tokens, mask, bias, normal(7, t, D)
 
 
-CASES = ("uniform", "hot expert", "empty ranks", "masked", "all masked")
+CASES = ("uniform", "hot expert", "empty devices", "masked", "all masked")
 
 
-def layer(apply, tokens, mask, bias, ct, parameters):
-    logits = routing.project(jnp.where(mask[:, None], tokens, 0), parameters["router"], bias)
-    routed = routing.route(logits, CONFIG, token_mask=mask)
-    experts = (parameters[name] for name in moe.ExpertWeights._fields)
-    weights = moe.MoEWeights(moe.ExpertWeights(*experts))
-    out = moe.moe(tokens, routed, weights, apply_experts=apply)
-    loss = jnp.sum(out.out * ct) + 3 * out.load_balance_loss + 5 * out.z_loss
-    return loss, out
+def experts_of(parameters):
+    return moe.ExpertWeights(*(parameters[name] for name in moe.ExpertWeights._fields))
 
 
-def outputs_and_gradients(apply):
-    function = jax.value_and_grad(functools.partial(layer, apply), (0, 4), has_aux=True)
-    return jax.jit(lambda *args: function(*args))
+def loss_of(apply_experts, activation="silu", weight_input=False):
+    def loss(tokens, mask, bias, ct, parameters):
+        logits = routing.project(jnp.where(mask[:, None], tokens, 0), parameters["router"], bias)
+        out = moe.moe(
+            tokens,
+            routing.route(logits, CONFIG, token_mask=mask),
+            moe.MoEWeights(experts_of(parameters)),
+            activation=moe.Activation(activation),
+            weight_input=weight_input,
+            apply_experts=apply_experts,
+        )
+        return jnp.sum(out.out * ct) + 3 * out.load_balance_loss + 5 * out.z_loss, out
+
+    return loss
 
 
-on_one_device = outputs_and_gradients(moe.apply_experts)
+# Small problems: compiling is what takes the time.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def with_gradients(loss):
+    """The loss and all results, and the gradients for tokens and each parameter."""
+    return jit(jax.value_and_grad(loss, (0, 4), has_aux=True))
+
+
+@functools.cache
+def on_one_device(case, t=T, **options):
+    return _one_device(**options)(*problem(case, t), PARAMETERS)
+
+
+@functools.cache
+def _one_device(**options):
+    return with_gradients(loss_of(moe.apply_experts, **options))
 
 
 def agree(got, want, tolerance=1e-5):
-    """Relative error of each array, scale and all; integers are equal."""
-    for (path, a), (_, b) in zip(*map(jax.tree_util.tree_leaves_with_path, (got, want))):
+    """The relative error of each array, so that a factor shows; integers are equal."""
+    got, want = (jax.tree_util.tree_leaves_with_path(x) for x in (got, want))
+    assert len(got) == len(want)
+    for (path, a), (_, b) in zip(got, want):
         a, b = np.asarray(a), np.asarray(b)
         assert a.shape == b.shape, path
         error, scale = np.linalg.norm(a - b), np.linalg.norm(b)
-        assert error <= (tolerance * scale if a.dtype == np.float32 else 0), (path, error, scale)
+        exact = np.issubdtype(a.dtype, np.integer)
+        assert error <= (0 if exact else tolerance * scale), (path, error, scale)
 
 
 def put(x, mesh, spec):
@@ -103,34 +124,423 @@ def put_parameters(ep):
     return {name: put(x, ep.mesh, specs[name]) for name, x in PARAMETERS.items()}
 
 
-AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+def moved_shapes(text):
+    """Shapes that exchanges of a compiled program give, but for sums."""
+    kinds = "all-gather|all-to-all|collective-permute"
+    results = re.findall(rf"= (.*?) (?:{kinds})(?:-start)?\(", text)
+    shapes = (shape for r in results for shape in re.findall(r"\w+\[([\d,]+)\]", r))
+    return {tuple(map(int, shape.split(","))) for shape in shapes}
+
+
+def is_weights(shape):
+    """Whether an array of that shape has both d and f, as nothing but weights has."""
+    return len(shape) > 2 and D in shape and any(f in shape for f in (F, 2 * F, F // 2))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(
-    ("name", "kind"),
-    [(name, AUTO) for name in MESHES] + [("e4", EXPLICIT), ("dp2 e2 tp2", EXPLICIT)],
-    ids=lambda x: getattr(x, "name", x),
+    ("kind", "axes"),
+    [
+        (AUTO, {"expert": 8}),
+        (AUTO, {"expert": 2}),
+        (AUTO, {"data": 2, "expert": 4}),
+        (AUTO, {"expert": 4, "tensor": 2}),
+        (AUTO, {"expert": 2, "fsdp": 2, "tensor": 2}),
+        (EXPLICIT, {"data": 2, "expert": 2, "tensor": 2}),
+    ],
+    ids=lambda x: getattr(x, "name", None) or "-".join(f"{n}{s}" for n, s in x.items()),
 )
-def test_same_as_one_device(name, kind, strategy):
-    """Values, losses, counts and each gradient, for balanced and for extreme routings."""
-    ep = ExpertParallel(make_mesh(name, kind), strategy=strategy)
+def test_same_as_one_device(kind, axes, strategy):
+    """Values, losses, counts and each gradient, whatever the load; weights do not move."""
+    ep = ExpertParallel(make_mesh(kind, **axes), strategy=strategy)
     with jax.set_mesh(ep.mesh):
         parameters = put_parameters(ep)
-        function = outputs_and_gradients(ep)
+        function = None
         for case in CASES:
-            tokens, mask, bias, ct = problem(case, 32)
+            tokens, mask, bias, ct = problem(case)
             tokens, ct = (put(x, ep.mesh, ep.token_spec) for x in (tokens, ct))
-            got = function(tokens, mask, bias, ct, parameters)
-            agree(got, on_one_device(*problem(case, 32), PARAMETERS))
+            args = tokens, mask, bias, ct, parameters
+            function = function or with_gradients(loss_of(ep)).lower(*args).compile()
+            got = function(*args)
+            agree(got, on_one_device(case))
             for name, gradient in got[1][1].items():
                 kept = parameters[name].sharding
                 assert gradient.sharding.is_equivalent_to(kept, gradient.ndim), name
+    weights = {shape for shape in moved_shapes(function.as_text()) if is_weights(shape)}
+    if "fsdp" in axes:  # along d only
+        weights -= {(E // 2, D, 2, F // 2), (E // 2, F // 2, D)}
+    assert not weights
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("t", [0, 1, 29])
-def test_any_number_of_tokens(strategy, t):
-    ep = ExpertParallel(make_mesh("dp2 e4"), strategy=strategy)
-    args = *problem("masked", t), PARAMETERS
-    agree(outputs_and_gradients(ep)(*args), on_one_device(*args))
+def test_any_number_of_tokens(strategy):
+    ep = ExpertParallel(make_mesh(data=2, expert=4), strategy=strategy)
+    args = *problem("masked", 29), PARAMETERS
+    agree(with_gradients(loss_of(ep))(*args), on_one_device("masked", 29))
+
+
+@pytest.mark.parametrize(("strategy", "t"), [("gather", 0), ("all_to_all", 0), ("all_to_all", 1)])
+def test_hardly_a_token(strategy, t):
+    ep = ExpertParallel(make_mesh(expert=4), strategy=strategy)
+    args = *problem("uniform", t), PARAMETERS
+    agree(*(jit(loss_of(apply))(*args)[1] for apply in (ep, moe.apply_experts)))
+
+
+def test_odd_number_of_tokens_on_an_explicit_mesh():
+    ep = ExpertParallel(make_mesh(EXPLICIT, data=2, expert=4), strategy="gather")
+    args = *problem("masked", 29), PARAMETERS
+    agree(with_gradients(loss_of(ep))(*args), on_one_device("masked", 29))
+
+
+def test_one_expert_shard():
+    """Tensor parallelism alone, and an axis of one device: tokens stay where they are."""
+    for axes in ({"tensor": 2}, {"data": 2, "expert": 1}):
+        ep = ExpertParallel(make_mesh(**axes))
+        args = *problem("masked"), put_parameters(ep)
+        function = with_gradients(loss_of(ep)).lower(*args).compile()
+        agree(function(*args), on_one_device("masked"))
+        assert not any(D in shape for shape in moved_shapes(function.as_text()))
+
+
+def test_one_device_is_apply_experts(monkeypatch):
+    monkeypatch.setattr(moe, "apply_experts", lambda *args, **options: (args, options))
+    assert ExpertParallel(make_mesh(expert=1))(1, 2, 3, contraction=4) == (
+        (1, 2, 3),
+        {"contraction": 4},
+    )
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_activation_and_weight_input(strategy):
+    """Weights on the input (Llama-4): their gradient comes from where the expert is."""
+    ep = ExpertParallel(make_mesh(expert=4), strategy=strategy)
+    options = {"activation": "gpt_oss", "weight_input": True}
+    got = with_gradients(loss_of(ep, **options))(*problem("uniform"), PARAMETERS)
+    agree(got, on_one_device("uniform", **options))
+
+
+def routed_problem(case="uniform"):
+    tokens, mask, bias, ct = problem(case)
+    tokens = np.where(mask[:, None], tokens, 0)
+    logits = routing.project(tokens, PARAMETERS["router"], bias)
+    return tokens, routing.route(logits, CONFIG, token_mask=mask), experts_of(PARAMETERS), ct
+
+
+def expert_gradients(apply):
+    """Results, and gradients for tokens, the weights of their routing, and all weights."""
+
+    def function(tokens, routed, weights, ct, *more):
+        def loss(tokens, expert_weights, weights):
+            results = apply(tokens, routed._replace(weights=expert_weights), weights, *more)
+            return jnp.sum(jnp.sin(results[0]) * ct), results
+
+        grad = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)
+        return grad(tokens, routed.weights, weights)
+
+    return function
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_inside_a_shard_map(strategy, check_vma):
+    """local, in a shard_map of one's own: gradients are right with and without check_vma."""
+    ep = ExpertParallel(make_mesh(expert=2, fsdp=2, tensor=2), strategy=strategy)
+    spec = ep.token_spec
+
+    def apply(tokens, routed, weights):
+        # scores and logits are not needed, and could be left out.
+        return jax.shard_map(
+            ep.local,
+            mesh=ep.mesh,
+            in_specs=(spec, spec, ep.weight_specs),
+            out_specs=(spec, P(), P()),
+            check_vma=check_vma,
+        )(tokens, routed, weights)
+
+    want = jit(expert_gradients(moe.apply_experts))
+    got = jit(expert_gradients(apply))
+    for case in ("uniform", "empty devices", "masked"):
+        args = routed_problem(case)
+        agree(got(*args), want(*args))
+
+
+def kept_pairs(ep, experts):
+    """(t, top_k): which pairs find room, by the rule in the docstring."""
+    n = ep.mesh.shape["expert"]
+    here, choices = T // n, experts.size / n
+    kept = np.ones(experts.shape, bool)
+    if ep.strategy == "all_to_all":
+        slots = min(here, math.ceil(ep.capacity * here * K / n))
+        for source in range(n):
+            for peer in range(n):
+                tokens = range(source * here, (source + 1) * here)
+                sent = [t for t in tokens if (experts[t] // (E // n) == peer).any()]
+                for t in sent[slots:]:
+                    kept[t, experts[t] // (E // n) == peer] = False
+    rows = math.ceil(ep.capacity * choices)
+    for peer in range(n):
+        pairs = [(experts[t, j], t, j) for t, j in np.ndindex(*experts.shape) if kept[t, j]]
+        mine = sorted(p for p in pairs if p[0] // (E // n) == peer)
+        for _, t, j in mine[rows:]:
+            kept[t, j] = False
+    return kept
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_capacity(strategy):
+    """What has room is as without a capacity, the rest is left out and counted."""
+    ep = ExpertParallel(make_mesh(expert=4), strategy=strategy, capacity=0.75)
+
+    def masked(tokens, routed, weights, kept):
+        routed = routed._replace(weights=jnp.where(kept, routed.weights, 0))
+        out, counts, _ = moe.apply_experts(tokens, routed, weights)
+        return out, counts, jnp.sum(~kept & (routed.experts < E), dtype=jnp.int32)
+
+    got, want = jit(expert_gradients(ep)), jit(expert_gradients(masked))
+    for case in ("uniform", "hot expert", "masked"):
+        args = routed_problem(case)
+        kept = kept_pairs(ep, np.asarray(args[1].experts))
+        expected = want(*args, kept)
+        assert 0 < expected[0][1][2] < T * K
+        agree(got(*args), expected)
+
+
+def test_enough_capacity_drops_nothing():
+    for strategy in STRATEGIES:
+        ep = ExpertParallel(make_mesh(expert=4), strategy=strategy, capacity=4)
+        args = routed_problem("hot expert")[:3]
+        agree(jit(ep)(*args), jit(moe.apply_experts)(*args))
+
+
+def dense_ragged_all_to_all(rows, out, starts, sizes, out_starts, out_sizes, *, axis_name):
+    """What lax.ragged_all_to_all does, which a CPU does not have, from everyone's rows."""
+    here = lax.axis_index(axis_name)
+    rows, starts, sizes, out_starts = (
+        lax.all_gather(x, axis_name) for x in (rows, starts, sizes, out_starts)
+    )
+    for source in range(len(rows)):
+        i = jnp.arange(rows.shape[1])
+        to = jnp.where(i < sizes[source, here], out_starts[source, here] + i, len(out))
+        out = out.at[to].set(
+            rows[source].at[starts[source, here] + i].get(mode="clip"), mode="drop"
+        )
+    return out
+
+
+def test_ragged(monkeypatch):
+    monkeypatch.setattr(lax, "ragged_all_to_all", dense_ragged_all_to_all)
+    ep = ExpertParallel(make_mesh(data=2, expert=4), strategy="ragged")
+    function = with_gradients(loss_of(ep))
+    for case in CASES:
+        agree(function(*problem(case), PARAMETERS), on_one_device(case))
+
+
+def test_ragged_is_lowered_for_gpus_jax_26915():
+    """jax#26915: no gradient of ragged_all_to_all. Both directions, three exchanges each."""
+    ep = ExpertParallel(make_mesh(expert=4), strategy="ragged")
+    traced = with_gradients(loss_of(ep)).trace(*problem("uniform"), PARAMETERS)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert len(re.findall(r"custom_call @ragged_all_to_all", text)) == 6
+
+
+def test_micro_batches():
+    ep = ExpertParallel(make_mesh(expert=4), strategy="all_to_all", micro_batches=3)
+    args = *problem("masked"), PARAMETERS
+    agree(with_gradients(loss_of(ep))(*args), on_one_device("masked"))
+
+
+def test_auto():
+    """Few tokens are replicated; many are exchanged, by slots where a capacity bounds them."""
+
+    def chosen(t, dtype="bfloat16", **options):
+        mesh = jax.sharding.AbstractMesh((8,), ("expert",))
+        return ExpertParallel(mesh, **options).choose(t, 6144, 8, dtype).strategy
+
+    assert chosen(8) == chosen(512) == "replicate"
+    assert chosen(8 * 4096) == "all_to_all"
+    assert chosen(8 * 4096, "float32") == "gather"  # the same bytes, without slots
+    assert chosen(8 * 4096, "float32", capacity=0.5) == "all_to_all"
+    assert chosen(8, strategy="gather") == "gather"
+    ep = ExpertParallel(make_mesh(expert=4))
+    args = routed_problem()[:3]
+    agree(jit(ep)(*args), jit(moe.apply_experts)(*args))
+
+
+def test_errors():
+    mesh = make_mesh(expert=4, tensor=2)
+    for options, message in (
+        ({"strategy": "ring"}, r"strategy is one of .*'gather'"),
+        ({"capacity": 0.0}, "capacity is above 0"),
+        ({"micro_batches": 0}, "micro_batches is at least 1"),
+        ({"data": "expert"}, "an axis has one role"),
+        ({"expert": "experts"}, r"expert='experts' but the axes of the mesh are \('expert', 't"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ExpertParallel(mesh, **options)
+    tokens, routed, weights, _ = routed_problem()
+    with pytest.raises(ValueError, match=r"gate_up \(8, 16, 2, 11\) cannot be split evenly"):
+        ExpertParallel(mesh)(tokens, routed, weights._replace(gate_up=weights.gate_up[..., :11]))
+    with pytest.raises(ValueError, match="local takes no strategy 'auto'"):
+        ExpertParallel(mesh).local(tokens, routed, weights)
+
+
+# Public reports, in the manner of test_reports.py.
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_same_bits_transformers_43362(strategy):
+    """transformers#43362, torchtitan#1974, #2775: combine added in any order. The same bits."""
+    ep = ExpertParallel(make_mesh(expert=4, tensor=2), strategy=strategy)
+    function = jit(ep)
+    args = routed_problem()[:3]
+    assert len({np.asarray(function(*args)[0]).tobytes() for _ in range(20)}) == 1
+
+
+def test_devices_without_tokens_xla_47146(monkeypatch):
+    """xla#47146, #46982, sgl-kernel-npu#69, uccl#940: devices to which no token is sent.
+
+    The exchange that does without ragged_all_to_all gives the same bits.
+    """
+    monkeypatch.setattr(lax, "ragged_all_to_all", dense_ragged_all_to_all)
+    args = routed_problem("empty devices")
+    found = [
+        jit(expert_gradients(ExpertParallel(make_mesh(expert=8), strategy=strategy)))(*args)
+        for strategy in ("all_to_all", "ragged")
+    ]
+    for a, b in zip(*map(jax.tree.leaves, found)):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_sharded_and_replicated_tokens_tpu_inference_2248(strategy, kind):
+    """tpu-inference PR#2248: a psum over different tokens. However they come, the same result."""
+    tokens, routed, weights, _ = routed_problem()
+    ep = ExpertParallel(make_mesh(kind, expert=4), strategy=strategy)
+    other = P("expert") if strategy == "replicate" else P()
+    with jax.set_mesh(ep.mesh):
+        got = jit(ep)(put(tokens, ep.mesh, other), routed, weights)
+    agree(got, jit(moe.apply_experts)(tokens, routed, weights))
+    if kind == EXPLICIT:
+        assert got[0].sharding.is_equivalent_to(NamedSharding(ep.mesh, other), 2)
+
+
+def test_no_uninitialised_buffers_maxtext_4898():
+    """maxtext#4898, #4905: a buffer from lax.empty, with room left, was weighted in."""
+    for capacity in (None, 0.5, 3):
+        ep = ExpertParallel(make_mesh(expert=4), strategy="all_to_all", capacity=capacity)
+        jaxpr = str(jax.make_jaxpr(expert_gradients(ep))(*routed_problem("masked")))
+        assert not re.search(r"= empty\b|= create_token", jaxpr)
+
+
+def test_losses_do_not_depend_on_the_mesh_megablocks_85():
+    """megablocks#85, hyper-parallel#752: the loss changed with parallelism, or with nothing."""
+    ep = ExpertParallel(make_mesh(expert=4), strategy="gather")
+    sharded, balanced = jit(loss_of(ep)), on_one_device("uniform")[0][1].load_balance_loss
+    for case in ("uniform", "hot expert", "empty devices"):
+        alone = on_one_device(case)[0][1].load_balance_loss
+        loss = sharded(*problem(case), PARAMETERS)[1].load_balance_loss
+        assert loss == pytest.approx(alone, rel=1e-6)
+        assert case == "uniform" or loss > 2 * balanced
+
+
+def test_losses_inside_a_shard_map():
+    """With axis_name they are those of all tokens, in value and gradient, not a mean of local."""
+    mesh = make_mesh(data=4)
+    _, mask, bias, _ = problem("masked")
+    logits = routing.project(normal(6, T, D), PARAMETERS["router"], bias)
+
+    def losses(axis_name):
+        def function(logits, mask):
+            routed = routing.route(logits, CONFIG, token_mask=mask)
+            balance = routing.load_balance_loss(routed, axis_name=axis_name)
+            return balance + routing.z_loss(routed, axis_name=axis_name)
+
+        return function
+
+    want = jax.value_and_grad(losses(None))(logits, mask)
+    for check_vma in (True, False):
+        sharded = jax.shard_map(
+            losses("data"), mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=check_vma
+        )
+        agree(jit(jax.value_and_grad(sharded))(logits, mask), want)
+
+
+def test_layers_in_a_scan_with_remat():
+    """A stack of layers, scanned and computed again in the gradient."""
+    args = routed_problem()
+    tokens, routed, weights, ct = args
+
+    def loss(apply, tokens, stacked):
+        def layer(tokens, weights):
+            return tokens + jnp.tanh(apply(tokens, routed, weights)[0]), None
+
+        return jnp.sum(lax.scan(jax.checkpoint(layer), tokens, stacked)[0] * ct)
+
+    stacked = jax.tree.map(lambda x: jnp.stack([x, x[::-1]]), weights)
+    ep = ExpertParallel(make_mesh(expert=4), strategy="all_to_all")
+    got, want = (
+        jit(jax.value_and_grad(functools.partial(loss, apply), (0, 1)))(tokens, stacked)
+        for apply in (ep, moe.apply_experts)
+    )
+    agree(got, want)
+
+
+def test_bfloat16():
+    """As far from float32 as one device is: sums of devices are rounded no more than rows."""
+    tokens, routed, weights, _ = routed_problem()
+    exact = np.asarray(moe.apply_experts(tokens, routed, weights)[0])
+    tokens, weights = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), (tokens, weights))
+
+    def error(apply):
+        out = jit(apply)(tokens, routed, weights)[0]
+        assert out.dtype == jnp.float32
+        return np.linalg.norm(out - exact) / np.linalg.norm(exact)
+
+    alone = error(moe.apply_experts)
+    for strategy in STRATEGIES:
+        assert error(ExpertParallel(make_mesh(expert=4), strategy=strategy)) < 1.2 * alone
+
+
+# Processes.
+
+EXAMPLE = ROOT / "examples" / "expert_parallel.py"
+
+
+def start_example(*args):
+    return subprocess.Popen(
+        [sys.executable, str(EXAMPLE), *args],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "PATH": ""},
+    )
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("--spawn=2", "--strategy=gather"),
+        ("--spawn=4", "--mesh=data=2,expert=2", "--strategy=all_to_all"),
+        ("--cpu-devices=8", "--mesh=expert=4,tensor=2"),
+    ],
+)
+def test_example(args):
+    """Several processes that talk through sockets; it compares its losses with one device."""
+    process = start_example("--steps=3", *args)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, out
+    rows = [line.split() for line in out.splitlines() if re.match(r"\s+\d+ +0\.\d+", line)]
+    assert len(rows) == 3
+    assert float(rows[2][1]) < 0.95 * float(rows[0][1])  # it learns
+
+
+def test_a_dead_process_ends_the_others():
+    process = start_example("--spawn=2", "--steps=1000000", "--heartbeat=10")
+    lines = iter(process.stdout.readline, "")
+    victim = next(int(line.split()[2]) for line in lines if line.startswith("processes"))
+    next(line for line in lines if re.match(r"\s+2 ", line))
+    subprocess.run(["kill", "-KILL", str(victim)], check=True)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert re.search(r"Task 1 heartbeat timeout|Connection (closed|reset) by peer", out)
