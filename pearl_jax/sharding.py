@@ -315,11 +315,14 @@ def _custom_partitioned(primitive, params, avals):
     def infer(mesh, operands, out):
         return NamedSharding(mesh, plan(mesh, operands).out_spec)
 
-    def fixed(lhs, rhs, group_sizes, group_offset, accumulate=None):
-        operands = (lhs, rhs, group_sizes, group_offset, accumulate)
-        return primitive.bind(*operands[: len(avals)], **params)
+    def call(lhs, rhs, group_sizes, group_offset):
+        return primitive.bind(lhs, rhs, group_sizes, group_offset, **params)
 
-    fun = custom_partitioning(fixed)
+    def add_to(lhs, rhs, group_sizes, group_offset, accumulate):
+        return primitive.bind(lhs, rhs, group_sizes, group_offset, accumulate, **params)
+
+    # Neither *operands nor a default: it would be handed over as one more operand.
+    fun = custom_partitioning(call if len(avals) == 4 else add_to)
     rule = ", ".join(" ".join(names) for names in factors.operands) + " -> " + " ".join(factors.out)
     in_order = dict.fromkeys(name for names in factors.operands for name in names)
     fun.def_partition(

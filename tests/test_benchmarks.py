@@ -22,7 +22,7 @@ from pearl_jax import library, tiling
 package = types.ModuleType("benchmarks")
 package.__path__ = [str(Path(__file__).parents[1] / "benchmarks")]
 sys.modules.setdefault("benchmarks", package)
-blackwell, cpu, gpu, grouped_matmul, peers, protocol, report, shapes, tune = (
+blackwell, cpu, gpu, grouped_matmul, peers, protocol, report, scaling, shapes, tune = (
     importlib.import_module(f"benchmarks.{name}")
     for name in (
         "blackwell",
@@ -32,6 +32,7 @@ blackwell, cpu, gpu, grouped_matmul, peers, protocol, report, shapes, tune = (
         "peers",
         "protocol",
         "report",
+        "scaling",
         "shapes",
         "tune",
     )
@@ -497,3 +498,25 @@ def test_without_a_blackwell_gpu_nothing_is_run_and_it_says_so(monkeypatch, arch
     monkeypatch.setattr(blackwell.subprocess, "run", None)
     with pytest.raises(SystemExit, match="there is no Blackwell GPU here"):
         blackwell.run_on_gpu()
+
+
+def test_scaling_adds_up():
+    """1000 tokens of width 10 on each of 16 GPUs, 2 nodes of 8; each goes to 4 of 32 experts."""
+    model = shapes.Model(10, 5, 32, 4, expert_parallel=16)
+    links = scaling.Links(8, node_bandwidth=1e6, network_bandwidth=1e5, start_seconds=0.1)
+    assert scaling.slots(1000, 4, 16, capacity=2) == 500
+    assert scaling.slots(1000, 4, 2, capacity=2) == 1000  # a token goes there once
+    # Out and back in 2 bytes a value, 4 + 4 bytes for each choice; 7 GPUs near, 8 far.
+    num_bytes = 500 * (2 * 10 * 2 + 4 * 8)
+    got = scaling.exchange_seconds(model, 1000, 16, 2, links)
+    assert got == pytest.approx(3 * 0.1 + 8 * num_bytes / 1e5)
+    near_only = scaling.exchange_seconds(model, 1000, 8, 1, links)
+    assert near_only == pytest.approx(3 * 0.1 + 7 * num_bytes / 1e6)
+    assert scaling.exchange_seconds(model, 1000, 1, 2, links) == 0
+    weights = 3 * 10 * 5  # gate, up and down of an expert
+    for tokens, want in ((1000, 2 * 4000 * weights / 1e6), (1, 2 * weights * 2 / 1e4)):
+        peaks = protocol.Peaks(bandwidth=1e4, flops=1e6)
+        assert scaling.compute_seconds(model, tokens, 16, peaks) == pytest.approx(want)
+    e = scaling.estimate(model, 32, 16, 1000, 2, peaks, links)
+    assert e.alone == pytest.approx(32000 / (e.compute_seconds + e.exchange_seconds))
+    assert e.overlapped == pytest.approx(32000 / max(e.compute_seconds, e.exchange_seconds))
