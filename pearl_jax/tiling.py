@@ -105,11 +105,17 @@ _ELEMENT_BYTES = 2
 _LEAST_STAGES = 4  # of rows: fewer do not hide how long the copy engine takes
 
 
-def stages(arch, tile) -> tuple[int, int]:
+# An outer product has little arithmetic for each element of its result, so that much is
+# stored: by the copy engine, from two buffers of each of two warpgroups.
+STAGING_BYTES = 8 * 1024  # of a buffer
+_STAGING = {"wgrad": 4 * STAGING_BYTES}
+
+
+def stages(arch, tile, form="fwd") -> tuple[int, int]:
     """How many stages of weights (n, k) and of rows (m, K_TILE) a CTA of the kernel has.
 
     Hopper: as many of weights, which come from memory, as leave room for the least number
-    of rows, which mostly come from a cache.
+    of rows, which mostly come from a cache, and for the results of an outer product.
 
     Blackwell: as many of rows as leave room for the weights that they use, which are one
     stage for each K tile, or where a stage holds two K tiles one for each two and one more,
@@ -118,8 +124,9 @@ def stages(arch, tile) -> tuple[int, int]:
     weights_bytes = tile.n // tile.ctas * tile.k * _ELEMENT_BYTES
     rows_bytes = tile.m // tile.ctas * K_TILE * _ELEMENT_BYTES
     if arch == "sm_90a":
-        weights = max((_SMEM_BYTES - _LEAST_STAGES * rows_bytes) // weights_bytes, 0)
-        return weights, (_SMEM_BYTES - weights * weights_bytes) // rows_bytes
+        smem_bytes = _SMEM_BYTES - _STAGING.get(form, 0)
+        weights = max((smem_bytes - _LEAST_STAGES * rows_bytes) // weights_bytes, 0)
+        return weights, (smem_bytes - weights * weights_bytes) // rows_bytes
 
     def weights_of(rows):
         return rows if tile.k == K_TILE else rows // 2 + 1

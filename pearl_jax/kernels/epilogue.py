@@ -8,7 +8,8 @@ shape .16x256b): for each block of 8 along N, by 16 along M,
 Either rows of the result ("tokens") lie along N and its columns along M, or the other way
 round. In memory the columns of one row are contiguous. So values move between lanes until
 each lane holds one vector of one row, and neighbouring lanes fill whole 32-byte sectors;
-nothing goes through shared memory.
+nothing goes through shared memory. But where stores are what takes the time, they
+are left to the copy engine by StagedOutput, by way of shared memory.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ import itertools
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32
+from cutlass.cute.nvgpu import cpasync
+
+from pearl_jax import tiling
 
 _PACK = {BFloat16: "cvt.rn.bf16x2.f32", Float16: "cvt.rn.f16x2.f32"}
 
@@ -235,6 +239,99 @@ def add_stored(out, accumulators, first_row, rows, first_column, some):
             _add_float32(add, lane, load)
         else:
             _add_16bit(out.dtype, add, lane, load)
+
+
+_SPAN_BYTES = 128  # of a row: one span of the swizzle
+
+
+@dataclasses.dataclass(frozen=True)
+class StagedOutput:
+    """The result (row, column, group), stored by the copy engine from shared memory.
+
+    Tokens along N are rows. A warpgroup lays out a box, its 64 columns of as many rows as
+    fill a buffer, in spans of 128 bytes, while the copy engine reads its other buffer.
+    """
+
+    atom: cute.CopyAtom
+    tensor: cute.Tensor
+    smem: cute.Tensor  # (*box, two buffers of each warpgroup), swizzled
+    address: Int32  # of smem
+    dtype: cutlass.Constexpr
+
+    @staticmethod
+    def box(dtype):
+        """(rows, columns) of a buffer."""
+        return tiling.STAGING_BYTES // (64 * dtype.width // 8), 64
+
+    @cute.jit
+    def store(self, accumulators, warpgroup, row, column, group):
+        """Stores the fragment of one of two warpgroups, of a tile from (row, column) on."""
+        rows, columns = self.box(self.dtype)
+        smem, gmem = cpasync.tma_partition(
+            self.atom,
+            0,
+            cute.make_layout(1),
+            cute.group_modes(self.smem, 0, 2),
+            cute.group_modes(cute.local_tile(self.tensor, (rows, columns), (None,) * 3), 0, 2),
+        )
+        first = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0
+        tokens, parts = (cute.size(accumulators, mode=[i]) for i in range(2))
+        boxes = tokens * 2 // rows
+        for i in cutlass.range_constexpr(boxes * parts):
+            box, part, buffer = i % boxes, i // boxes, 2 * warpgroup + i % 2
+            if first:
+                cute.arch.cp_async_bulk_wait_group(1, read=True)
+            self._sync(warpgroup)
+            for block in cutlass.range_constexpr(rows // 8):
+                self._lay_out(accumulators, box * rows // 8 + block, part, buffer, block)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            self._sync(warpgroup)
+            if first:
+                cute.copy(
+                    self.atom,
+                    smem[None, buffer],
+                    gmem[None, row // rows + box, column // columns + 2 * part + warpgroup, group],
+                )
+                cute.arch.cp_async_bulk_commit_group()
+
+    def finish(self):
+        """Before a warp ends: what it stores has been read."""
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    def _sync(self, warpgroup):
+        cute.arch.barrier(barrier_id=1 + warpgroup, number_of_threads=128)
+
+    def _lay_out(self, accumulators, block, part, buffer, at):
+        """8 tokens by the warp's 16 columns: block `block` of the fragment, `at` of the box."""
+        lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx() % 4
+        rows = self.box(self.dtype)[0]
+        base = self.address + buffer * tiling.STAGING_BYTES + at * 8 * _SPAN_BYTES
+
+        def values(h):
+            return [accumulators[(c, h, block), part, 0] for c in range(2)]
+
+        if self.dtype is Float32:
+            for c, h in itertools.product(range(2), range(2)):
+                # 4 values in 16 bytes, 32 columns in a span.
+                token, column = 2 * (lane % 4) + c, 16 * (warp % 2) + 8 * h + lane // 4
+                chunk = (column // 4) ^ token
+                span = base + warp // 2 * (rows * _SPAN_BYTES) + token * _SPAN_BYTES
+                cute.arch.inline_ptx(
+                    "st.shared.f32 [{$r0}], {$r1};",
+                    read_only_args=[span + chunk * 16 + column % 4 * 4, values(h)[c]],
+                )
+        else:
+            # The lanes give the addresses of the 8 rows of each matrix, as it is after the
+            # transpose: 8 columns of a token.
+            token, h = lane % 8, lane // 8 % 2
+            chunk = (2 * warp + h) ^ token
+            cute.arch.inline_ptx(
+                "stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [{$r0}], {{$r1}, {$r2}};",
+                read_only_args=[
+                    base + token * _SPAN_BYTES + chunk * 16,
+                    *(_pack(self.dtype, *values(h)) for h in range(2)),
+                ],
+            )
 
 
 def store_tokens_along_n(out, groups, first_row, rows, first_column):

@@ -161,7 +161,9 @@ class HopperGroupedMatmul:
         num_sizes: Int32,
         num_batches: Int32,
     ):
-        weights_ring, tokens_ring = self.mainloop.rings(weights_smem, tokens_smem)
+        weights_ring, tokens_ring = self.mainloop.rings(
+            cutlass.memory.SmemAllocator(), weights_smem, tokens_smem
+        )
         self.mainloop.start((weights_ring, tokens_ring), (weights_atom, tokens_atom))
         scheduler = Scheduler(
             group_sizes,

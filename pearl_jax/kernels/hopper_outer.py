@@ -13,6 +13,7 @@ from pearl_jax import tiling
 from pearl_jax.kernels import epilogue, forms
 from pearl_jax.kernels.mainloop import (
     CONSUMER_REGISTERS,
+    CONSUMERS,
     DTYPES,
     PRODUCER_REGISTERS,
     THREADS,
@@ -90,8 +91,23 @@ class HopperGroupedOuter:
                 tiler,
             )
             maps += [atom, tma, smem, tiler]
+
+        box = epilogue.StagedOutput.box(self.out_dtype)
+        result = cute.make_tensor(
+            out,
+            cute.make_layout(
+                (k, n, num_batches * num_groups), stride=(Int64(n), 1, Int64(n) * Int64(k))
+            ),
+        )
+        out_smem = forms.smem_layout(OperandMajorMode.K, self.out_dtype, (*box, 2 * CONSUMERS))
+        out_atom, out_tma = cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileS2GOp(), result, cute.slice_(out_smem, (None, None, 0)), box
+        )
         self.kernel(
             *maps,
+            out_atom,
+            out_tma,
+            out_smem,
             group_sizes,
             group_offset,
             batch_index,
@@ -123,6 +139,9 @@ class HopperGroupedOuter:
         lhs: cute.Tensor,
         lhs_smem: cute.ComposedLayout,
         lhs_tiler: cutlass.Constexpr,
+        out_atom: cute.CopyAtom,
+        out_tensor: cute.Tensor,
+        out_smem: cute.ComposedLayout,
         group_sizes: cute.Pointer,
         group_offset: cute.Pointer,
         batch_index: cute.Pointer,
@@ -136,8 +155,12 @@ class HopperGroupedOuter:
         reduced: Int32,
         accumulate: Int32,
     ):
-        rhs_ring, lhs_ring = self.mainloop.rings(rhs_smem, lhs_smem)
-        self.mainloop.start((rhs_ring, lhs_ring), (rhs_atom, lhs_atom))
+        allocator = cutlass.memory.SmemAllocator()
+        rhs_ring, lhs_ring = self.mainloop.rings(allocator, rhs_smem, lhs_smem)
+        staging = allocator.allocate_tensor(
+            self.out_dtype, out_smem.outer, byte_alignment=1024, swizzle=out_smem.inner
+        )
+        self.mainloop.start((rhs_ring, lhs_ring), (rhs_atom, lhs_atom, out_atom))
         scheduler = OuterScheduler(
             group_sizes,
             group_offset,
@@ -161,7 +184,10 @@ class HopperGroupedOuter:
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             output = epilogue.Output(out, self.out_dtype, n)
-            self.multiply(scheduler, rhs_ring, lhs_ring, output, accumulate)
+            staged = epilogue.StagedOutput(
+                out_atom, out_tensor, staging, staging.iterator.toint(), self.out_dtype
+            )
+            self.multiply(scheduler, rhs_ring, lhs_ring, output, staged, accumulate)
 
     @cute.jit
     def copy(self, scheduler, ring, atom, tensor, tiler, is_lhs: cutlass.Constexpr[bool]):
@@ -199,7 +225,7 @@ class HopperGroupedOuter:
         ring.drain(state)
 
     @cute.jit
-    def multiply(self, scheduler, rhs_ring, lhs_ring, out, accumulate):
+    def multiply(self, scheduler, rhs_ring, lhs_ring, out, staged, accumulate):
         rhs_state, lhs_state = rhs_ring.consumer_state(), lhs_ring.consumer_state()
         warp = cute.arch.warp_idx() - WARPGROUP // 32
         ends, tile, step = scheduler.start()
@@ -212,13 +238,20 @@ class HopperGroupedOuter:
             accumulators, rhs_state, lhs_state = self.mainloop.multiply(
                 self.tile.m, rhs_ring, lhs_ring, lhs_ring.smem, rhs_state, lhs_state, k_tiles
             )
-            group = Int64(work.out_batch) * scheduler.num_groups + work.group
-            k = scheduler.k
-            place = (accumulators, group * k + work.row, k - work.row, work.column + warp * 16)
-            # A few at a time, as what is read takes registers too.
-            blocks = epilogue.blocks(accumulators)
-            for i in cutlass.range_constexpr(0, len(blocks), _BLOCKS):
-                if accumulate != 0:
-                    epilogue.add_stored(out, *place, blocks[i : i + _BLOCKS])
-                epilogue.store_accumulators(out, *place, blocks[i : i + _BLOCKS])
+            group = work.out_batch * scheduler.num_groups + work.group
+            if accumulate != 0:
+                first_row = Int64(group) * scheduler.k + work.row
+                # A few at a time, as what is read takes registers too.
+                blocks = epilogue.blocks(accumulators)
+                for i in cutlass.range_constexpr(0, len(blocks), _BLOCKS):
+                    epilogue.add_stored(
+                        out,
+                        accumulators,
+                        first_row,
+                        scheduler.k - work.row,
+                        work.column + warp * 16,
+                        blocks[i : i + _BLOCKS],
+                    )
+            staged.store(accumulators, warp // 4, work.row, work.column, group)
             tile += step
+        staged.finish()

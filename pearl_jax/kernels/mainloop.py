@@ -50,9 +50,9 @@ class Mainloop:
     @property
     def stages(self):
         """Of weights and of tokens."""
-        return tiling.stages(self.spec.arch, self.spec.tile)
+        return tiling.stages(self.spec.arch, self.spec.tile, self.spec.form)
 
-    def rings(self, weights_smem, tokens_smem):
+    def rings(self, allocator, weights_smem, tokens_smem):
         """The rings of weights and of tokens, in shared memory of these layouts."""
         weights_stages, tokens_stages = self.stages
 
@@ -66,7 +66,7 @@ class Mainloop:
                 cute.struct.MemRange[self.dtype, cute.cosize(tokens_smem)], 1024
             ]
 
-        storage = cutlass.memory.SmemAllocator().allocate(Storage)
+        storage = allocator.allocate(Storage)
         barriers = storage.barriers.data_ptr()
         weights = Ring(
             barriers,
