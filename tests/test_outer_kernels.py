@@ -146,7 +146,7 @@ def test_stages(compiled, name):
     """Around once and twice as many K tiles as each ring of stages holds."""
     spec = SPECS[name]
     k, n = shape(spec, 64, 64)
-    stages = tiling.stages(ARCH, spec.tile)
+    stages = tiling.stages(ARCH, spec.tile, spec.form)
     for k_tiles in sorted({r * s + d for r in (1, 2) for s in stages for d in (-1, 0, 1)}):
         sizes = [5, 64 * k_tiles - k_tiles % 3, 0, 1]
         mode = MODES[k_tiles % 3]

@@ -84,14 +84,21 @@ def check_hopper(spec, all_that):
     else:
         assert dimensions == {"2D", "4D" if spec.wide else "3D"}
     assert any("MULTICAST" in name for name in requests) == (spec.tile.cluster > 1)
-    # Results leave in 16 bytes a thread.
-    assert set(all_that("STG")) == {"STG.E.128"}
-    # And so comes what they are added to; all other loads are of single numbers.
-    assert set(all_that("LDG")) == ({"LDG.E", "LDG.E.128"} if outer else {"LDG.E"})
-    if outer:  # an element of the result each
-        stores = spec.tile.m * spec.tile.n // 256 * (4 if spec.out_dtype == "float32" else 2) // 16
-        assert all_that("LDG.E.128") == {"LDG.E.128": stores}
-        assert all_that("STG") == {"STG.E.128": stores}
+    if outer:
+        # Results leave by the copy engine, which also adds float32. What 16-bit results are
+        # added to comes in 16 bytes a thread.
+        blocks = spec.tile.m // 8 * spec.tile.n // 128
+        adds = spec.out_dtype == "float32"
+        assert all_that("UTMASTG")
+        assert not all_that("STG")
+        assert bool(all_that("UTMAREDG")) == adds
+        assert sum(all_that("STS").values()) == (4 * blocks if adds else blocks)
+        assert bool(all_that("STSM")) != adds
+        assert all_that("LDG.E.128") == ({} if adds else {"LDG.E.128": blocks // 2})
+    else:  # Results leave in 16 bytes a thread.
+        assert set(all_that("STG")) == {"STG.E.128"}
+    # All other loads are of single numbers.
+    assert set(all_that("LDG")) - {"LDG.E.128"} == {"LDG.E"}
     # The producers give registers to the consumers.
     assert len(all_that("USETMAXREG.DEALLOC")) == len(all_that("USETMAXREG.TRY_ALLOC")) == 1
 

@@ -107,16 +107,14 @@ class Output:
         )
 
     def load(self, row, column, inside):
-        """The 4 registers that store would overwrite; 0 where it would write nothing."""
-        letter = "f" if self.dtype is Float32 else "b"
+        """4 registers of 16-bit values, as they lie side by side; 0 where there are none."""
         offset = (row * Int64(self.n) + column) * (self.dtype.width // 8)
-        zeros = " ".join(f"mov.{letter}32 {{$w{i}}}, {{$r2}};" for i in range(4))
-        zero = Float32(0.0) if self.dtype is Float32 else Uint32(0)
+        zeros = " ".join(f"mov.b32 {{$w{i}}}, 0;" for i in range(4))
         return cute.arch.inline_ptx(
             f"{{ .reg .pred p; setp.ne.s32 p, {{$r1}}, 0; {zeros} "
-            f"@p ld.global.v4.{letter}32 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, [{{$r0}}]; }}",
-            write_only_types=[type(zero)] * 4,
-            read_only_args=[self.pointer.toint() + offset, Int32(inside & (column < self.n)), zero],
+            "@p ld.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}]; }",
+            write_only_types=[Uint32] * 4,
+            read_only_args=[self.pointer.toint() + offset, Int32(inside & (column < self.n))],
         )
 
     @cute.jit
@@ -182,14 +180,6 @@ def _store_float32(value, lane, store):
         store(token, 8 * h + column, _transpose(Float32, values, lane, 4))
 
 
-def _add_float32(add, lane, load):
-    token, column = _place_float32(lane)
-    for h in range(2):
-        values = _transpose(Float32, load(token, 8 * h + column), lane, 4)
-        for i, (block, c) in enumerate(itertools.product(range(2), range(2))):
-            add(c, h, block, values[i])
-
-
 def blocks(accumulators):
     """The (16 tokens, 128 columns) of a fragment, as a list of (i, j): what a round covers.
 
@@ -221,7 +211,7 @@ def store_accumulators(out, accumulators, first_row, rows, first_column, some=No
 
 
 def add_stored(out, accumulators, first_row, rows, first_column, some):
-    """Adds to some blocks of the fragment what store_accumulators would overwrite.
+    """Adds to some blocks of the fragment the 16-bit values that storing it would overwrite.
 
     By the exchanges of a store in the other order, as each is its own inverse.
     """
@@ -235,10 +225,7 @@ def add_stored(out, accumulators, first_row, rows, first_column, some):
             token, column = TOKENS * i + token, first_column + 128 * j + column
             return out.load(first_row + Int64(token), column, token < rows)
 
-        if out.dtype is Float32:
-            _add_float32(add, lane, load)
-        else:
-            _add_16bit(out.dtype, add, lane, load)
+        _add_16bit(out.dtype, add, lane, load)
 
 
 _SPAN_BYTES = 128  # of a row: one span of the swizzle
@@ -253,6 +240,7 @@ class StagedOutput:
     """
 
     atom: cute.CopyAtom
+    adding_atom: cute.CopyAtom | None  # adds to what is there; for float32 only
     tensor: cute.Tensor
     smem: cute.Tensor  # (*box, two buffers of each warpgroup), swizzled
     address: Int32  # of smem
@@ -264,8 +252,11 @@ class StagedOutput:
         return tiling.STAGING_BYTES // (64 * dtype.width // 8), 64
 
     @cute.jit
-    def store(self, accumulators, warpgroup, row, column, group):
-        """Stores the fragment of one of two warpgroups, of a tile from (row, column) on."""
+    def store(self, accumulators, warpgroup, row, column, group, add):
+        """Stores the fragment of one of two warpgroups, of a tile from (row, column) on.
+
+        add: nonzero if it is added to float32 numbers that are there, which are rounded once.
+        """
         rows, columns = self.box(self.dtype)
         smem, gmem = cpasync.tma_partition(
             self.atom,
@@ -274,6 +265,7 @@ class StagedOutput:
             cute.group_modes(self.smem, 0, 2),
             cute.group_modes(cute.local_tile(self.tensor, (rows, columns), (None,) * 3), 0, 2),
         )
+        places = self._places(warpgroup)
         first = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0
         tokens, parts = (cute.size(accumulators, mode=[i]) for i in range(2))
         boxes = tokens * 2 // rows
@@ -283,15 +275,26 @@ class StagedOutput:
                 cute.arch.cp_async_bulk_wait_group(1, read=True)
             self._sync(warpgroup)
             for block in cutlass.range_constexpr(rows // 8):
-                self._lay_out(accumulators, box * rows // 8 + block, part, buffer, block)
+                values = [
+                    accumulators[(c, h, box * rows // 8 + block), part, 0]
+                    for c in range(2)
+                    for h in range(2)
+                ]
+                offset = i % 2 * tiling.STAGING_BYTES + block * 8 * _SPAN_BYTES
+                self._lay_out(places, offset, values)
             cute.arch.fence_proxy("async.shared", space="cta")
             self._sync(warpgroup)
             if first:
-                cute.copy(
-                    self.atom,
-                    smem[None, buffer],
-                    gmem[None, row // rows + box, column // columns + 2 * part + warpgroup, group],
-                )
+                source = smem[None, buffer]
+                target = gmem[
+                    None, row // rows + box, column // columns + 2 * part + warpgroup, group
+                ]
+                if cutlass.const_expr(self.adding_atom is None):
+                    cute.copy(self.atom, source, target)
+                elif add != 0:
+                    cute.copy(self.adding_atom, source, target)
+                else:
+                    cute.copy(self.atom, source, target)
                 cute.arch.cp_async_bulk_commit_group()
 
     def finish(self):
@@ -301,35 +304,39 @@ class StagedOutput:
     def _sync(self, warpgroup):
         cute.arch.barrier(barrier_id=1 + warpgroup, number_of_threads=128)
 
-    def _lay_out(self, accumulators, block, part, buffer, at):
-        """8 tokens by the warp's 16 columns: block `block` of the fragment, `at` of the box."""
+    def _places(self, warpgroup):
+        """Addresses in a warpgroup's first buffer, for the first 8 tokens of the fragment.
+
+        float32: of the lane's value (c, h). Else of the row that the lane stands for, in the
+        two 8x8 matrices as they are after the transpose: 8 columns of a token.
+        """
         lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx() % 4
-        rows = self.box(self.dtype)[0]
-        base = self.address + buffer * tiling.STAGING_BYTES + at * 8 * _SPAN_BYTES
+        first = self.address + 2 * warpgroup * tiling.STAGING_BYTES
+        if self.dtype is not Float32:
+            token, h = lane % 8, lane // 8 % 2
+            return [first + token * _SPAN_BYTES + ((2 * warp + h) ^ token) * 16]
+        first += warp // 2 * (self.box(self.dtype)[0] * _SPAN_BYTES)  # a span has 32 columns
+        places = []
+        for c, h in itertools.product(range(2), range(2)):
+            token, column = 2 * (lane % 4) + c, 16 * (warp % 2) + 8 * h + lane // 4
+            chunk = (column // 4) ^ token
+            places.append(first + token * _SPAN_BYTES + chunk * 16 + column % 4 * 4)
+        return places
 
-        def values(h):
-            return [accumulators[(c, h, block), part, 0] for c in range(2)]
-
+    def _lay_out(self, places, offset, values):
+        """8 tokens by the warp's 16 columns; values: [2 * c + h]."""
         if self.dtype is Float32:
-            for c, h in itertools.product(range(2), range(2)):
-                # 4 values in 16 bytes, 32 columns in a span.
-                token, column = 2 * (lane % 4) + c, 16 * (warp % 2) + 8 * h + lane // 4
-                chunk = (column // 4) ^ token
-                span = base + warp // 2 * (rows * _SPAN_BYTES) + token * _SPAN_BYTES
+            for place, value in zip(places, values):
                 cute.arch.inline_ptx(
-                    "st.shared.f32 [{$r0}], {$r1};",
-                    read_only_args=[span + chunk * 16 + column % 4 * 4, values(h)[c]],
+                    f"st.shared.f32 [{{$r0}}+{offset}], {{$r1}};", read_only_args=[place, value]
                 )
         else:
-            # The lanes give the addresses of the 8 rows of each matrix, as it is after the
-            # transpose: 8 columns of a token.
-            token, h = lane % 8, lane // 8 % 2
-            chunk = (2 * warp + h) ^ token
             cute.arch.inline_ptx(
-                "stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [{$r0}], {{$r1}, {$r2}};",
+                f"stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [{{$r0}}+{offset}], "
+                "{{$r1}, {$r2}};",
                 read_only_args=[
-                    base + token * _SPAN_BYTES + chunk * 16,
-                    *(_pack(self.dtype, *values(h)) for h in range(2)),
+                    places[0],
+                    *(_pack(self.dtype, values[h], values[2 + h]) for h in range(2)),
                 ],
             )
 

@@ -51,6 +51,9 @@ class HopperGroupedOuter:
             raise ValueError(reason or f"k must be {K_TILE} and cluster 1, got {spec.tile!r}")
         self.spec, self.tile = spec, spec.tile
         self.dtype, self.out_dtype = DTYPES[spec.dtype], DTYPES[spec.out_dtype]
+        self.store_ops = [cpasync.CopyBulkTensorTileS2GOp()]
+        if spec.out_dtype == "float32":
+            self.store_ops.append(cpasync.CopyReduceBulkTensorTileS2GOp())  # adds
         self.mainloop = Mainloop(spec, OperandMajorMode.MN, OperandMajorMode.MN)
 
     @cute.jit
@@ -100,13 +103,14 @@ class HopperGroupedOuter:
             ),
         )
         out_smem = forms.smem_layout(OperandMajorMode.K, self.out_dtype, (*box, 2 * CONSUMERS))
-        out_atom, out_tma = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileS2GOp(), result, cute.slice_(out_smem, (None, None, 0)), box
-        )
+        out_maps = [
+            cpasync.make_tiled_tma_atom(op, result, cute.slice_(out_smem, (None, None, 0)), box)
+            for op in self.store_ops
+        ]
         self.kernel(
             *maps,
-            out_atom,
-            out_tma,
+            [atom for atom, _ in out_maps],
+            out_maps[0][1],
             out_smem,
             group_sizes,
             group_offset,
@@ -139,7 +143,7 @@ class HopperGroupedOuter:
         lhs: cute.Tensor,
         lhs_smem: cute.ComposedLayout,
         lhs_tiler: cutlass.Constexpr,
-        out_atom: cute.CopyAtom,
+        out_atoms: list,
         out_tensor: cute.Tensor,
         out_smem: cute.ComposedLayout,
         group_sizes: cute.Pointer,
@@ -160,7 +164,7 @@ class HopperGroupedOuter:
         staging = allocator.allocate_tensor(
             self.out_dtype, out_smem.outer, byte_alignment=1024, swizzle=out_smem.inner
         )
-        self.mainloop.start((rhs_ring, lhs_ring), (rhs_atom, lhs_atom, out_atom))
+        self.mainloop.start((rhs_ring, lhs_ring), (rhs_atom, lhs_atom, *out_atoms))
         scheduler = OuterScheduler(
             group_sizes,
             group_offset,
@@ -185,7 +189,12 @@ class HopperGroupedOuter:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             output = epilogue.Output(out, self.out_dtype, n)
             staged = epilogue.StagedOutput(
-                out_atom, out_tensor, staging, staging.iterator.toint(), self.out_dtype
+                out_atoms[0],
+                out_atoms[1] if len(out_atoms) > 1 else None,
+                out_tensor,
+                staging,
+                staging.iterator.toint(),
+                self.out_dtype,
             )
             self.multiply(scheduler, rhs_ring, lhs_ring, output, staged, accumulate)
 
@@ -239,19 +248,20 @@ class HopperGroupedOuter:
                 self.tile.m, rhs_ring, lhs_ring, lhs_ring.smem, rhs_state, lhs_state, k_tiles
             )
             group = work.out_batch * scheduler.num_groups + work.group
-            if accumulate != 0:
+            if cutlass.const_expr(staged.adding_atom is None):
                 first_row = Int64(group) * scheduler.k + work.row
                 # A few at a time, as what is read takes registers too.
                 blocks = epilogue.blocks(accumulators)
                 for i in cutlass.range_constexpr(0, len(blocks), _BLOCKS):
-                    epilogue.add_stored(
-                        out,
-                        accumulators,
-                        first_row,
-                        scheduler.k - work.row,
-                        work.column + warp * 16,
-                        blocks[i : i + _BLOCKS],
-                    )
-            staged.store(accumulators, warp // 4, work.row, work.column, group)
+                    if accumulate != 0:
+                        epilogue.add_stored(
+                            out,
+                            accumulators,
+                            first_row,
+                            scheduler.k - work.row,
+                            work.column + warp * 16,
+                            blocks[i : i + _BLOCKS],
+                        )
+            staged.store(accumulators, warp // 4, work.row, work.column, group, accumulate)
             tile += step
         staged.finish()
