@@ -131,9 +131,11 @@ class ExpertParallel:
         """
         if self._size(self._axes) == 1:
             return moe.apply_experts(tokens, routing, weights, **options)
-        self._check_divisible(weights)
         (t, d), num_experts = tokens.shape, weights.gate_up.shape[0]
-        self = self.choose(t, d, routing.experts.shape[1], tokens.dtype)
+        if self.strategy == "auto":
+            chosen = self.choose(t, d, routing.experts.shape[1], tokens.dtype)
+            return chosen(tokens, routing, weights, **options)
+        self._check_divisible(weights)
 
         # Every device gets the same number of tokens, at least one; those added are masked.
         spec, parts = self.token_spec, self._size(_names(self.token_spec[0]))
