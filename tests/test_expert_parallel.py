@@ -143,7 +143,6 @@ def is_weights(shape):
     ("kind", "axes"),
     [
         (AUTO, {"expert": 8}),
-        (AUTO, {"expert": 2}),
         (AUTO, {"data": 2, "expert": 4}),
         (AUTO, {"expert": 4, "tensor": 2}),
         (AUTO, {"expert": 2, "fsdp": 2, "tensor": 2}),
@@ -173,9 +172,11 @@ def test_same_as_one_device(kind, axes, strategy):
     assert not weights
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_any_number_of_tokens(strategy):
-    ep = ExpertParallel(make_mesh(data=2, expert=4), strategy=strategy)
+@pytest.mark.parametrize(
+    ("kind", "strategy"), [(AUTO, "replicate"), (EXPLICIT, "gather"), (AUTO, "all_to_all")]
+)
+def test_any_number_of_tokens(kind, strategy):
+    ep = ExpertParallel(make_mesh(kind, data=2, expert=4), strategy=strategy)
     args = *problem("masked", 29), PARAMETERS
     agree(with_gradients(loss_of(ep))(*args), on_one_device("masked", 29))
 
@@ -185,12 +186,6 @@ def test_hardly_a_token(strategy, t):
     ep = ExpertParallel(make_mesh(expert=4), strategy=strategy)
     args = *problem("uniform", t), PARAMETERS
     agree(*(jit(loss_of(apply))(*args)[1] for apply in (ep, moe.apply_experts)))
-
-
-def test_odd_number_of_tokens_on_an_explicit_mesh():
-    ep = ExpertParallel(make_mesh(EXPLICIT, data=2, expert=4), strategy="gather")
-    args = *problem("masked", 29), PARAMETERS
-    agree(with_gradients(loss_of(ep))(*args), on_one_device("masked", 29))
 
 
 def test_one_expert_shard():
@@ -211,10 +206,10 @@ def test_one_device_is_apply_experts(monkeypatch):
     )
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["gather", "all_to_all"])
 def test_activation_and_weight_input(strategy):
     """Weights on the input (Llama-4): their gradient comes from where the expert is."""
-    ep = ExpertParallel(make_mesh(expert=4), strategy=strategy)
+    ep = ExpertParallel(make_mesh(expert=2), strategy=strategy)
     options = {"activation": "gpt_oss", "weight_input": True}
     got = with_gradients(loss_of(ep, **options))(*problem("uniform"), PARAMETERS)
     agree(got, on_one_device("uniform", **options))
@@ -307,10 +302,9 @@ def test_capacity(strategy):
 
 
 def test_enough_capacity_drops_nothing():
-    for strategy in STRATEGIES:
-        ep = ExpertParallel(make_mesh(expert=4), strategy=strategy, capacity=4)
-        args = routed_problem("hot expert")[:3]
-        agree(jit(ep)(*args), jit(moe.apply_experts)(*args))
+    args = routed_problem("hot expert")[:3]
+    ep = ExpertParallel(make_mesh(expert=4), strategy="all_to_all", capacity=4)
+    agree(jit(ep)(*args), jit(moe.apply_experts)(*args))
 
 
 def dense_ragged_all_to_all(rows, out, starts, sizes, out_starts, out_sizes, *, axis_name):
