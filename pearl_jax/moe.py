@@ -155,9 +155,13 @@ def expert_mlp(rows, group_sizes, weights: ExpertWeights, activation, contractio
     """
     product = functools.partial(contraction, group_sizes=group_sizes)
 
+    row, ends = jnp.arange(len(rows))[:, None], jnp.cumsum(group_sizes)
+    one_hot = ((row >= ends - group_sizes) & (row < ends)).astype(rows.dtype)  # (r, e)
+
     def add_bias(rows, bias):
-        # As a product with a column of ones its gradient is a sum in a fixed order.
-        return rows + product(jnp.ones_like(rows[:, :1]), bias.astype(rows.dtype)[:, None])
+        # As a product, which rounds nothing, its gradient is a sum in a fixed order.
+        bias = jnp.dot(one_hot, bias.astype(rows.dtype), precision=jax.lax.Precision.HIGHEST)
+        return rows + bias
 
     e, d, two, f = weights.gate_up.shape
     gate_up = product(rows, weights.gate_up.reshape(e, d, two * f))
@@ -184,7 +188,16 @@ def apply_experts(
 
     Every token gets all its experts, whatever their load. Also returned are
     tokens_per_expert and dropped, as in MoEOutput.
+
+    Raises:
+      ValueError: an Explicit mesh axis shards the tokens.
     """
+    sharded = jax.typeof(routing.experts).sharding
+    if not sharded.is_fully_replicated:
+        raise ValueError(
+            f"apply_experts: tokens are sharded, {sharded.spec}, but this is for one device; "
+            "take expert_parallel.ExpertParallel(mesh) in its place"
+        )
     out, group_sizes = apply_local_experts(
         tokens,
         routing.experts,
@@ -255,9 +268,12 @@ def moe(
         experts are spread over devices.
 
     Raises:
+      TypeError: tokens are not floats.
       ValueError: shapes do not fit.
     """
     shape, dtype = tokens.shape, tokens.dtype
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"moe: tokens must be floats, got {dtype}{[*shape]}")
     t, d = math.prod(shape[:-1]), shape[-1]
     _check_shapes(t, d, routing, weights)
     valid = token_mask(routing)[:, None]
@@ -305,6 +321,10 @@ def _dot(lhs, rhs):
 
 def _check_shapes(t, d, routing, weights):
     experts, shared, latent = weights
+    if experts.gate_up.ndim != 4:
+        raise ValueError(
+            f"moe: experts.gate_up must be (e, d, 2, f), gate first, got {experts.gate_up.shape}"
+        )
     e, width, _, f = experts.gate_up.shape
     want = {
         "routing.experts": (routing.experts, (t, routing.experts.shape[-1])),
