@@ -21,8 +21,9 @@ from pearl_jax import sharding
 
 
 def _log_softplus(x):
-    # Below -15, where softplus(x) is exp(x) in float32 and soon after underflows, it is x.
-    return jnp.where(x < -15, x, jnp.log(jax.nn.softplus(jnp.maximum(x, -15))))
+    # Below -15 softplus(x) is exp(x) in float32, and further down it underflows.
+    low = x < -15
+    return jnp.where(low, x, jnp.log(jax.nn.softplus(jnp.where(low, 0, x))))
 
 
 # Logarithms, as the scores of all chosen experts may underflow, but their ratios do not.
@@ -164,7 +165,7 @@ def _choose(logits, log_scores, selection_bias, config):
         scores = scores + lax.stop_gradient(selection_bias).astype(jnp.float32)
     if config.num_groups > 1:
         t, e = scores.shape
-        groups = scores.reshape(t, config.num_groups, -1)
+        groups = scores.reshape(t, config.num_groups, e // config.num_groups)
         best_two = lax.top_k(groups, min(2, groups.shape[-1]))[0].sum(-1)
         chosen = lax.top_k(best_two, config.top_k_groups)[1]
         kept = jnp.any(chosen[:, :, None] == jnp.arange(config.num_groups), axis=1)
