@@ -3,9 +3,9 @@
 `MoE` and `Router` are NNX modules; `linen_moe` gives the same layer to Linen. This module
 needs Flax, `pip install 'pearl-jax[nn]'`, and is imported when first used.
 
-Parameters carry names of their axes, which need no mesh: `nnx.get_named_sharding` turns
-them into shardings, by way of `nnx.logical_axis_rules` where the mesh calls its axes
-otherwise. What others call the weights:
+Parameters carry the names of their axes, which need no mesh: `nnx.get_named_sharding` turns
+them into shardings, by way of `nnx.logical_axis_rules`. Those of a layer with a mesh are
+the mesh's. What others call the weights:
 
 | here | axes | MaxText | Transformer Engine | transformers |
 | --- | --- | --- | --- | --- |
@@ -409,6 +409,7 @@ def _optional(there, init, rngs, shape, dtype, axes, place=None) -> Any:
     if place is not None:
         # Each device makes its part only.
         init = jax.jit(init, static_argnums=(1, 2), out_shardings=place)
+        axes = tuple(place.spec)
     # Without eager_sharding the names of the axes need no mesh.
     return nnx.Param(init(rngs.params(), shape, dtype), out_sharding=axes, eager_sharding=False)
 

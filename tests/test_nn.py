@@ -178,9 +178,11 @@ def test_jitter():
     assert np.abs(layer.router(x, deterministic=False).logits - exact).max() > 0.01
     layer.train()
     assert noise() > 0.01
-    np.testing.assert_array_equal(layer(X, deterministic=True), make()(X))
-    assert not np.array_equal(layer(X), make()(X))
-    with pytest.raises(AttributeError, match="jitter"):
+    quiet = layer(X, deterministic=True)
+    assert not np.array_equal(layer(X), quiet)
+    layer.eval()
+    np.testing.assert_array_equal(layer(X), quiet)
+    with pytest.raises(KeyError, match="jitter"):
         nn.MoE(D, F, num_experts=E, top_k=K, jitter=0.1, rngs=nnx.Rngs(params=0))
 
 
@@ -297,6 +299,17 @@ def test_names_of_axes():
     gate_up = placed["gate_up"].get_value()
     assert gate_up.addressable_shards[0].data.shape == (E // 2, 3, 2, F // 2)
     close(jax.device_get(placed), state)
+
+
+def test_names_on_a_mesh():
+    """With a mesh they are its own, and say where the parameters have been created."""
+    mesh = jax.make_mesh((2, 2), ("expert", "tensor"), devices=jax.devices()[:4])
+    state = nnx.state(make(mesh=mesh, shared_size=4, selection_bias=True))
+    shardings = nnx.to_flat_state(nnx.get_named_sharding(state, mesh))
+    for (path, sharding), (_, variable) in zip(shardings, nnx.to_flat_state(state)):
+        value = variable.get_value()
+        assert value.sharding.is_equivalent_to(sharding.get_value(), value.ndim), path
+    assert state["gate_up"].out_sharding == ("expert", None, None, "tensor")
 
 
 def test_checkpoint(tmp_path):
