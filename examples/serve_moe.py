@@ -33,7 +33,9 @@ from pearl_jax import library
 # Flax and the model are imported where they are needed: exported programs need neither.
 
 # That the kernels' call means the same in later versions is not a thing jax.export knows.
-_KERNEL_CALLS = [jax.export.DisabledSafetyCheck.custom_call(library.TARGET)]
+_KERNEL_CALLS = [
+    jax.export.DisabledSafetyCheck.custom_call(target) for target in library.TARGETS.values()
+]
 
 PROMPTS = ("def ", "class Error(", "import sys\n\n")
 
