@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pearl_jax import families, nn
+from pearl_jax.expert_parallel import ExpertParallel
 from pearl_jax.families import PARAMETERS
 from pearl_jax.families import layer_arguments as layer_arguments
 from pearl_jax.families import moe_layers as moe_layers
@@ -69,8 +70,8 @@ def load_layer(
       prefix: all that precedes "layers." in the names, by default the first of "model.",
         "language_model.model.", "model.language_model." and "" that is there. Without a
         layer, all that precedes the names of the layer, by default nothing.
-      mesh: to shard the parameters over. The layer computes with them where they are if
-        parallel=ExpertParallel(mesh) is among the options.
+      mesh: to shard the parameters over. The layer computes with them where they are, by
+        ExpertParallel(mesh) if it has an axis "expert", unless another is given as parallel.
       param_dtype: of the parameters, by default what each has in the checkpoint. The
         selection bias is float32 in any case.
       rngs: for jitter, where that is among the options.
@@ -94,6 +95,8 @@ def load_layer(
     block = _find_block(family, tensors, layer, prefix)
     arguments = layer_arguments(config, hash_routing="gate.tid2eid" in block)
     sizes = families.axis_sizes(arguments)
+    if mesh is not None and "expert" in mesh.axis_names:
+        options.setdefault("parallel", ExpertParallel(mesh))
     make = lambda: nn.MoE(**arguments, **options, rngs=nnx.Rngs(0))
     graph, state = nnx.split(nnx.eval_shape(make))
     variables = dict(nnx.to_flat_state(state))
