@@ -1,5 +1,6 @@
 """The layers for Flax: their numbers, transforms of NNX, checkpoints, Linen, what they refuse."""
 
+import doctest
 import jax
 import jax.numpy as jnp
 import moe_oracle
@@ -446,3 +447,7 @@ def test_flax_is_imported_when_used():
     )
     assert name == "MoE"
     assert unknown == "module 'pearl_jax' has no attribute 'nm'"
+
+
+def test_docstrings_run():
+    assert doctest.testmod(nn).failed == 0

@@ -319,8 +319,8 @@ def test_nothing_is_scattered_huggingface_43362(rng):
 def test_local_experts_of_replicated_tokens(check_vma, rng):
     """In shard_map, devices that have the same tokens and other experts: output and gradients.
 
-    jnp.argsort instead of the sort here gives a right output, and the gradients of one
-    device with check_vma (jax 0.10 to 0.12).
+    A permutation by jnp.argsort, which check_vma takes for the same on all devices, gives a
+    right output and the gradients of one device (jax 0.10 to 0.12).
     """
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     tokens, logits, scale = (
