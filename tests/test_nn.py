@@ -1,6 +1,7 @@
 """The layers for Flax: their numbers, transforms of NNX, checkpoints, Linen, what they refuse."""
 
 import doctest
+
 import jax
 import jax.numpy as jnp
 import moe_oracle
