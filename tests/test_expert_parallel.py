@@ -151,7 +151,12 @@ def is_weights(shape):
     ids=lambda x: getattr(x, "name", None) or "-".join(f"{n}{s}" for n, s in x.items()),
 )
 def test_same_as_one_device(kind, axes, strategy):
-    """Values, losses, counts and each gradient, whatever the load; weights do not move."""
+    """Values, losses, counts and each gradient, whatever the load; weights do not move.
+
+    TransformerEngine PR#2912: the combine's gradient came from one shard; PR#3116: only those of
+    weights were tested. transformers#48687, pytorch#160285, NeMo Automodel PR#1260: the router's
+    gradient wrong, or twice or half as large. torchtitan PR#4054: sums over tensor lost.
+    """
     ep = ExpertParallel(make_mesh(kind, **axes), strategy=strategy)
     with jax.set_mesh(ep.mesh):
         parameters = put_parameters(ep)
@@ -189,7 +194,10 @@ def test_hardly_a_token(strategy, t):
 
 
 def test_one_expert_shard():
-    """Tensor parallelism alone, and an axis of one device: tokens stay where they are."""
+    """Tensor parallelism alone, and an axis of one device: tokens stay where they are.
+
+    torchtitan PR#4054: without an expert axis gradients below the experts lacked a sum.
+    """
     for axes in ({"tensor": 2}, {"data": 2, "expert": 1}):
         ep = ExpertParallel(make_mesh(**axes))
         args = *problem("masked"), put_parameters(ep)
@@ -284,7 +292,10 @@ def kept_pairs(ep, experts):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_capacity(strategy):
-    """What has room is as without a capacity, the rest is left out and counted."""
+    """What has room is as without a capacity, the rest is left out and counted.
+
+    maxtext PR#3678, #5080: what is dropped has to be counted.
+    """
     ep = ExpertParallel(make_mesh(expert=4), strategy=strategy, capacity=0.75)
 
     def masked(tokens, routed, weights, kept):
