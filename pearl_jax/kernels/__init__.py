@@ -1,5 +1,6 @@
 """The kernels, in CuTe DSL. Only the build imports this package; the runtime never does.
 
+  launcher.py      how the host code that launches a kernel is compiled
   forms.py         how the operands look to the copy engine and the tensor core
   scheduler.py     which work tile comes next, from group sizes that only the device knows
   pipeline.py      rings of shared memory stages between producers and consumers

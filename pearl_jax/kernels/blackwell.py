@@ -7,19 +7,17 @@ import dataclasses
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64
+from cutlass import Boolean, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.nvgpu.common import OperandMajorMode
 from cutlass.cute.nvgpu.tcgen05 import CtaGroup, commit
-from cutlass.cute.runtime import make_ptr
 
 from pearl_jax import tiling
 from pearl_jax.kernels import epilogue, forms, tcgen05
+from pearl_jax.kernels.launcher import DTYPES, compile_launcher
 from pearl_jax.kernels.pipeline import Ring
 from pearl_jax.kernels.scheduler import Scheduler
 from pearl_jax.tiling import K_TILE, KernelSpec
-
-_DTYPES = {"bfloat16": BFloat16, "float16": Float16, "float32": Float32}
 
 _EPILOGUE_WARPS = 4  # each reads its quarter of the lanes of tensor memory
 _MULTIPLY_WARP, _COPY_WARP, _ZERO_WARP = 4, 5, 6
@@ -79,7 +77,7 @@ class BlackwellGroupedMatmul:
             raise ValueError(reason)
         tile = self.tile = spec.tile
         self.spec = spec
-        self.dtype, self.out_dtype = _DTYPES[spec.dtype], _DTYPES[spec.out_dtype]
+        self.dtype, self.out_dtype = DTYPES[spec.dtype], DTYPES[spec.out_dtype]
         self.k_major = forms.weights_major(spec) == OperandMajorMode.K
         self.pair = tile.ctas == 2
         self.group = CtaGroup.TWO if self.pair else CtaGroup.ONE
@@ -118,42 +116,28 @@ class BlackwellGroupedMatmul:
         num_sms: Int32,
         stream: cuda.CUstream,
     ):
-        weights, weights_tiler = forms.weights_tensor(
-            self.spec, rhs, n, k, rhs_batches * num_groups, self.box_columns
-        )
-        weights_smem = forms.smem_layout(
-            forms.weights_major(self.spec),
-            self.dtype,
-            (self.box_columns, self.tile.k, self.halves * self.weights_stages),
-        )
-        weights_atom, weights_tma = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileG2SOp(self.group),
-            weights,
-            cute.slice_(weights_smem, (None, None, 0)),
-            weights_tiler,
-        )
-
-        tokens = cute.make_tensor(lhs, cute.make_layout((lhs_batches * m, k), stride=(Int64(k), 1)))
-        tokens_smem = forms.tokens_smem_layout(
-            self.dtype, self.box_rows, self.tokens // self.box_rows, self.tokens_stages
-        )
         load = cpasync.CopyBulkTensorTileG2SOp(self.group)
+        weights = forms.weights_map(
+            self.spec,
+            rhs,
+            (n, k, rhs_batches * num_groups),
+            self.box_columns,
+            self.halves * self.weights_stages,
+            load,
+        )
         if cutlass.const_expr(self.tile.cluster > 1):
             load = cpasync.CopyBulkTensorTileG2SMulticastOp(self.group)
-        tokens_atom, tokens_tma = cpasync.make_tiled_tma_atom(
+        tokens = forms.tokens_map(
+            lhs,
+            (lhs_batches * m, k),
+            self.box_rows,
+            self.tokens // self.box_rows,
+            self.tokens_stages,
             load,
-            tokens,
-            cute.slice_(tokens_smem, (None, None, 0, 0)),
-            (self.box_rows, K_TILE),
         )
         self.kernel(
-            weights_atom,
-            weights_tma,
-            weights_smem,
-            weights_tiler,
-            tokens_atom,
-            tokens_tma,
-            tokens_smem,
+            *weights,
+            *tokens,
             group_sizes,
             group_offset,
             batch_index,
@@ -617,18 +601,4 @@ class BlackwellGroupedMatmul:
 
 def compile_kernel(spec: KernelSpec):
     """The compiled kernel, to be exported as an object file."""
-    dtype, out_dtype = _DTYPES[spec.dtype], _DTYPES[spec.out_dtype]
-
-    def pointer(dtype, align):
-        return make_ptr(dtype, 0, cute.AddressSpace.gmem, assumed_align=align)
-
-    return cute.compile(
-        BlackwellGroupedMatmul(spec),
-        pointer(dtype, 16),
-        pointer(dtype, 16),
-        *(pointer(Int32, 4) for _ in range(3)),
-        pointer(out_dtype, 32),
-        *(Int32(1) for _ in range(9)),
-        cuda.CUstream(0),
-        options=f"--gpu-arch {spec.arch}",
-    )
+    return compile_launcher(BlackwellGroupedMatmul(spec), spec, num_sizes=9, out_align=32)

@@ -243,7 +243,6 @@ class StagedOutput:
     adding_atom: cute.CopyAtom | None  # adds to what is there; for float32 only
     tensor: cute.Tensor
     smem: cute.Tensor  # (*box, two buffers of each warpgroup), swizzled
-    address: Int32  # of smem
     dtype: cutlass.Constexpr
 
     @staticmethod
@@ -311,7 +310,7 @@ class StagedOutput:
         two 8x8 matrices as they are after the transpose: 8 columns of a token.
         """
         lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx() % 4
-        first = self.address + 2 * warpgroup * tiling.STAGING_BYTES
+        first = self.smem.iterator.toint() + 2 * warpgroup * tiling.STAGING_BYTES
         if self.dtype is not Float32:
             token, h = lane % 8, lane // 8 % 2
             return [first + token * _SPAN_BYTES + ((2 * warp + h) ^ token) * 16]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
-from cutlass.cute.nvgpu import warpgroup
+from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.nvgpu.common import OperandMajorMode
 
 from pearl_jax.tiling import K_TILE
@@ -54,10 +54,30 @@ def weights_tensor(spec, pointer, n, k, num_groups, tile_n):
     return cute.make_tensor(pointer, cute.make_layout(shape, stride=stride)), tiler
 
 
-def tokens_smem_layout(dtype, box_rows, boxes, stages):
-    """(box_rows, K_TILE, boxes, stages): one box of rows after the other."""
-    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
-    return cute.tile_to_shape(atom, (box_rows, K_TILE, boxes, stages), order=(0, 1, 2, 3))
+def weights_map(spec, pointer, shape, columns, stages, load):
+    """How the copy engine reads weights: its atom, their tensor, shared memory, and the tiler.
+
+    shape: (n, k, groups); a stage is (columns, tile.k); load: the kind of request.
+    """
+    tensor, tiler = weights_tensor(spec, pointer, *shape, columns)
+    smem = smem_layout(weights_major(spec), pointer.dtype, (columns, spec.tile.k, stages))
+    stage = cute.slice_(smem, (None, None, 0))
+    atom, tensor = cpasync.make_tiled_tma_atom(load, tensor, stage, tiler)
+    return atom, tensor, smem, tiler
+
+
+def tokens_map(pointer, shape, box_rows, boxes, stages, load):
+    """The same for rows of lhs, shape (rows, k), without a tiler.
+
+    A stage is boxes of (box_rows, K_TILE), one after the other, each of one request.
+    """
+    rows, k = shape
+    tensor = cute.make_tensor(pointer, cute.make_layout((rows, k), stride=(Int64(k), 1)))
+    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, pointer.dtype)
+    smem = cute.tile_to_shape(atom, (box_rows, K_TILE, boxes, stages), order=(0, 1, 2, 3))
+    box = cute.slice_(smem, (None, None, 0, 0))
+    atom, tensor = cpasync.make_tiled_tma_atom(load, tensor, box, (box_rows, K_TILE))
+    return atom, tensor, smem
 
 
 # Rows of a group, and no others, for sums over rows. The copy engine fills what lies past

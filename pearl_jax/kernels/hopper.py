@@ -12,14 +12,13 @@ from cutlass.cute.nvgpu.common import OperandMajorMode
 from pearl_jax import tiling
 from pearl_jax.kernels import epilogue, forms
 from pearl_jax.kernels.hopper_outer import HopperGroupedOuter
+from pearl_jax.kernels.launcher import DTYPES, compile_launcher
 from pearl_jax.kernels.mainloop import (
     CONSUMER_REGISTERS,
-    DTYPES,
     PRODUCER_REGISTERS,
     THREADS,
     WARPGROUP,
     Mainloop,
-    compile_launcher,
 )
 from pearl_jax.kernels.scheduler import Scheduler
 from pearl_jax.tiling import K_TILE, KernelSpec
@@ -85,42 +84,28 @@ class HopperGroupedMatmul:
         num_sms: Int32,
         stream: cuda.CUstream,
     ):
-        weights, weights_tiler = forms.weights_tensor(
-            self.spec, rhs, n, k, rhs_batches * num_groups, self.tile.n
-        )
-        weights_smem = forms.smem_layout(
-            self.mainloop.weights_major,
-            self.dtype,
-            (self.tile.n, self.tile.k, self.weights_stages),
-        )
-        weights_atom, weights_tma = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileG2SOp(),
-            weights,
-            cute.slice_(weights_smem, (None, None, 0)),
-            weights_tiler,
-        )
-
-        tokens = cute.make_tensor(lhs, cute.make_layout((lhs_batches * m, k), stride=(Int64(k), 1)))
-        tokens_smem = forms.tokens_smem_layout(
-            self.dtype, self.box_rows, self.tile.m // self.box_rows, self.tokens_stages
-        )
         load = cpasync.CopyBulkTensorTileG2SOp()
+        weights = forms.weights_map(
+            self.spec,
+            rhs,
+            (n, k, rhs_batches * num_groups),
+            self.tile.n,
+            self.weights_stages,
+            load,
+        )
         if cutlass.const_expr(self.tile.cluster > 1):
             load = cpasync.CopyBulkTensorTileG2SMulticastOp()
-        tokens_atom, tokens_tma = cpasync.make_tiled_tma_atom(
+        tokens = forms.tokens_map(
+            lhs,
+            (lhs_batches * m, k),
+            self.box_rows,
+            self.tile.m // self.box_rows,
+            self.tokens_stages,
             load,
-            tokens,
-            cute.slice_(tokens_smem, (None, None, 0, 0)),
-            (self.box_rows, K_TILE),
         )
         self.kernel(
-            weights_atom,
-            weights_tma,
-            weights_smem,
-            weights_tiler,
-            tokens_atom,
-            tokens_tma,
-            tokens_smem,
+            *weights,
+            *tokens,
             group_sizes,
             group_offset,
             batch_index,

@@ -11,10 +11,10 @@ from cutlass.cute.nvgpu.common import OperandMajorMode
 
 from pearl_jax import tiling
 from pearl_jax.kernels import epilogue, forms
+from pearl_jax.kernels.launcher import DTYPES
 from pearl_jax.kernels.mainloop import (
     CONSUMER_REGISTERS,
     CONSUMERS,
-    DTYPES,
     PRODUCER_REGISTERS,
     THREADS,
     WARPGROUP,
@@ -193,7 +193,6 @@ class HopperGroupedOuter:
                 out_atoms[1] if len(out_atoms) > 1 else None,
                 out_tensor,
                 staging,
-                staging.iterator.toint(),
                 self.out_dtype,
             )
             self.multiply(scheduler, rhs_ring, lhs_ring, output, staged, accumulate)

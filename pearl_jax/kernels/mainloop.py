@@ -7,20 +7,17 @@ every consumer warpgroup has half of the columns.
 
 import dataclasses
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32
+from cutlass import Float32
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.nvgpu.common import OperandMajorMode
-from cutlass.cute.runtime import make_ptr
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
 from pearl_jax import tiling
+from pearl_jax.kernels.launcher import DTYPES
 from pearl_jax.kernels.pipeline import Ring
 from pearl_jax.tiling import K_TILE, KernelSpec
-
-DTYPES = {"bfloat16": BFloat16, "float16": Float16, "float32": Float32}
 
 WARPGROUP = 128
 CONSUMERS = 2  # warpgroups
@@ -167,24 +164,3 @@ class Mainloop:
         if k_tiles % k_ratio != 0:
             weights_state.advance()
         return accumulators, weights_state, tokens_state
-
-
-def compile_launcher(launcher, spec: KernelSpec, num_sizes: int):
-    """The compiled launcher, to be exported: six pointers, num_sizes integers and the stream.
-
-    The pointers: lhs, rhs, group_sizes, group_offset, batch_index, out.
-    """
-
-    def pointer(dtype, align):
-        return make_ptr(dtype, 0, cute.AddressSpace.gmem, assumed_align=align)
-
-    return cute.compile(
-        launcher,
-        pointer(DTYPES[spec.dtype], 16),
-        pointer(DTYPES[spec.dtype], 16),
-        *(pointer(cutlass.Int32, 4) for _ in range(3)),
-        pointer(DTYPES[spec.out_dtype], 16),
-        *(cutlass.Int32(1) for _ in range(num_sizes)),
-        cuda.CUstream(0),
-        options=f"--gpu-arch {spec.arch}",
-    )

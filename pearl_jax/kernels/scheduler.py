@@ -304,11 +304,8 @@ class OuterScheduler(Groups):
     @cute.jit
     def start(self):
         """The ends of the first groups, this CTA's first tile, and the step to its next."""
-        return (
-            self._load(Int32(0), Int32(0), Int32(0)),
-            cute.arch.block_idx()[0],
-            (cute.arch.grid_dim()[0]),
-        )
+        ends = self._load(Int32(0), Int32(0), Int32(0))
+        return ends, cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
 
     @cute.jit
     def find(self, tile: Int32) -> OuterTile:
