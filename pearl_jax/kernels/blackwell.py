@@ -135,19 +135,23 @@ class BlackwellGroupedMatmul:
             self.tokens_stages,
             load,
         )
-        self.kernel(
-            *weights,
-            *tokens,
+        scheduler = Scheduler(
             group_sizes,
             group_offset,
             batch_index,
-            out,
             m,
             n,
-            k,
             num_groups,
             num_sizes,
             num_batches,
+            self.tile,
+        )
+        self.kernel(
+            *weights,
+            *tokens,
+            scheduler,
+            out,
+            k,
         ).launch(
             grid=[num_sms // self.cluster_ctas * self.cluster_ctas, 1, 1],
             cluster=[self.cluster_ctas, 1, 1],
@@ -167,16 +171,9 @@ class BlackwellGroupedMatmul:
         tokens_atom: cute.CopyAtom,
         tokens: cute.Tensor,
         tokens_smem: cute.ComposedLayout,
-        group_sizes: cute.Pointer,
-        group_offset: cute.Pointer,
-        batch_index: cute.Pointer,
+        scheduler: Scheduler,
         out: cute.Pointer,
-        m: Int32,
-        n: Int32,
         k: Int32,
-        num_groups: Int32,
-        num_sizes: Int32,
-        num_batches: Int32,
     ):
         stages = self.tokens_stages + self.weights_stages + tiling.ACCUMULATORS
 
@@ -231,19 +228,8 @@ class BlackwellGroupedMatmul:
         # All before this line may run while the kernel before this one still does.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        scheduler = Scheduler(
-            group_sizes,
-            group_offset,
-            batch_index,
-            m,
-            n,
-            num_groups,
-            num_sizes,
-            num_batches,
-            self.tile,
-        )
         k_tiles = cute.ceil_div(k, K_TILE)
-        output = epilogue.Output(out, self.out_dtype, n, 8 if self.spec.wide else 4)
+        output = epilogue.Output(out, self.out_dtype, scheduler.n, 8 if self.spec.wide else 4)
 
         if warp < _EPILOGUE_WARPS:
             self.store(scheduler, accumulator_ring, tensor_memory, output, warp)

@@ -103,19 +103,23 @@ class HopperGroupedMatmul:
             self.tokens_stages,
             load,
         )
-        self.kernel(
-            *weights,
-            *tokens,
+        scheduler = Scheduler(
             group_sizes,
             group_offset,
             batch_index,
-            out,
             m,
             n,
-            k,
             num_groups,
             num_sizes,
             num_batches,
+            self.tile,
+        )
+        self.kernel(
+            *weights,
+            *tokens,
+            scheduler,
+            out,
+            k,
         ).launch(
             grid=[num_sms // self.tile.cluster * self.tile.cluster, 1, 1],
             cluster=[self.tile.cluster, 1, 1],
@@ -135,34 +139,16 @@ class HopperGroupedMatmul:
         tokens_atom: cute.CopyAtom,
         tokens: cute.Tensor,
         tokens_smem: cute.ComposedLayout,
-        group_sizes: cute.Pointer,
-        group_offset: cute.Pointer,
-        batch_index: cute.Pointer,
+        scheduler: Scheduler,
         out: cute.Pointer,
-        m: Int32,
-        n: Int32,
         k: Int32,
-        num_groups: Int32,
-        num_sizes: Int32,
-        num_batches: Int32,
     ):
         weights_ring, tokens_ring = self.mainloop.rings(
             cutlass.memory.SmemAllocator(), weights_smem, tokens_smem
         )
         self.mainloop.start((weights_ring, tokens_ring), (weights_atom, tokens_atom))
-        scheduler = Scheduler(
-            group_sizes,
-            group_offset,
-            batch_index,
-            m,
-            n,
-            num_groups,
-            num_sizes,
-            num_batches,
-            self.tile,
-        )
         k_tiles = cute.ceil_div(k, K_TILE)
-        output = epilogue.Output(out, self.out_dtype, n)
+        output = epilogue.Output(out, self.out_dtype, scheduler.n)
 
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp < 4:
@@ -172,7 +158,7 @@ class HopperGroupedMatmul:
                     scheduler, weights_ring, weights_atom, weights, weights_tiler, k_tiles
                 )
             elif warp == 1:
-                self.copy_tokens(scheduler, tokens_ring, tokens_atom, tokens, m, k_tiles)
+                self.copy_tokens(scheduler, tokens_ring, tokens_atom, tokens, k_tiles)
             else:
                 epilogue.write_zeros(scheduler, output, warp - 2, 2)
         else:
@@ -210,7 +196,7 @@ class HopperGroupedMatmul:
         ring.drain(state)
 
     @cute.jit
-    def copy_tokens(self, scheduler, ring, atom, tokens, m, k_tiles):
+    def copy_tokens(self, scheduler, ring, atom, tokens, k_tiles):
         multicast = {}
         if cutlass.const_expr(self.tile.cluster > 1):
             multicast["mcast_mask"] = cutlass.Int16((1 << self.tile.cluster) - 1)
@@ -218,7 +204,7 @@ class HopperGroupedMatmul:
         chunk, tile, step = scheduler.start()
         chunk, work = scheduler.find(chunk, tile)
         while work.valid:
-            first = work.lhs_batch * m + work.row
+            first = work.lhs_batch * scheduler.m + work.row
             # (box, box of rows, K tile)
             boxes = cute.local_tile(
                 cute.domain_offset((first, 0), tokens), (self.box_rows, K_TILE), (None, None)

@@ -107,22 +107,26 @@ class HopperGroupedOuter:
             cpasync.make_tiled_tma_atom(op, result, cute.slice_(out_smem, (None, None, 0)), box)
             for op in self.store_ops
         ]
+        scheduler = OuterScheduler(
+            group_sizes,
+            group_offset,
+            batch_index,
+            m,
+            n,
+            num_groups,
+            num_sizes,
+            num_batches,
+            self.tile,
+            k,
+            reduced,
+        )
         self.kernel(
             *maps,
             [atom for atom, _ in out_maps],
             out_maps[0][1],
             out_smem,
-            group_sizes,
-            group_offset,
-            batch_index,
+            scheduler,
             out,
-            m,
-            n,
-            k,
-            num_groups,
-            num_sizes,
-            num_batches,
-            reduced,
             accumulate,
         ).launch(
             grid=[num_sms, 1, 1],
@@ -146,17 +150,8 @@ class HopperGroupedOuter:
         out_atoms: list,
         out_tensor: cute.Tensor,
         out_smem: cute.ComposedLayout,
-        group_sizes: cute.Pointer,
-        group_offset: cute.Pointer,
-        batch_index: cute.Pointer,
+        scheduler: OuterScheduler,
         out: cute.Pointer,
-        m: Int32,
-        n: Int32,
-        k: Int32,
-        num_groups: Int32,
-        num_sizes: Int32,
-        num_batches: Int32,
-        reduced: Int32,
         accumulate: Int32,
     ):
         allocator = cutlass.memory.SmemAllocator()
@@ -165,19 +160,6 @@ class HopperGroupedOuter:
             self.out_dtype, out_smem.outer, byte_alignment=1024, swizzle=out_smem.inner
         )
         self.mainloop.start((rhs_ring, lhs_ring), (rhs_atom, lhs_atom, *out_atoms))
-        scheduler = OuterScheduler(
-            group_sizes,
-            group_offset,
-            batch_index,
-            m,
-            n,
-            num_groups,
-            num_sizes,
-            num_batches,
-            self.tile,
-            k,
-            reduced,
-        )
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp < 4:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
@@ -187,7 +169,7 @@ class HopperGroupedOuter:
                 self.copy(scheduler, lhs_ring, lhs_atom, lhs, lhs_tiler, True)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            output = epilogue.Output(out, self.out_dtype, n)
+            output = epilogue.Output(out, self.out_dtype, scheduler.n)
             staged = epilogue.StagedOutput(
                 out_atoms[0],
                 out_atoms[1] if len(out_atoms) > 1 else None,

@@ -22,8 +22,6 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Uint32
 from cutlass.base_dsl.native_struct import native_struct
 
-from pearl_jax.tiling import TileConfig
-
 _LANES = 32
 
 # All tiles of a group but the last have a multiple of this many rows.
@@ -119,7 +117,7 @@ class Groups:
     num_groups: Int32  # of rhs, or of the outer product's result
     num_sizes: Int32
     num_batches: Int32  # of the result
-    tile: TileConfig
+    tile: cutlass.Constexpr  # TileConfig
 
     @cute.jit
     def _batch(self, batch: Int32, operand: cutlass.Constexpr[int]) -> Int32:
