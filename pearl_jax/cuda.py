@@ -111,13 +111,9 @@ def _matmul(lhs, rhs, group_sizes, group_offset, *, transpose_rhs, precision, ou
     pad_k, pad_n = _padding("grouped_matmul", k, n)
     lhs = _pad(lhs, 0, pad_k)
     rhs = _pad(rhs, pad_n, pad_k) if transpose_rhs else _pad(rhs, pad_k, pad_n)
-    form, dtype, num_sizes = (
-        tiling.matmul_form(transpose_rhs),
-        _kernel_dtype(lhs, rhs),
-        group_sizes.shape[-1],
-    )
+    form, num_sizes = tiling.matmul_form(transpose_rhs), group_sizes.shape[-1]
+    dtype, kernel_out = _kernel_dtypes(lhs, rhs, out_dtype)
     choose = lambda arch: tiling.choose_kernel_tile(arch, form, m, n, num_sizes)
-    kernel_out = out_dtype if out_dtype == lhs.dtype == rhs.dtype else jnp.dtype(jnp.float32)
     kernels = _kernels(form, dtype, kernel_out, k + pad_k, n + pad_n, tile, choose)
     shape = (math.prod(batch), m, n + pad_n)
     call = _ffi_call("grouped_matmul", kernels, jax.ShapeDtypeStruct(shape, kernel_out))
@@ -159,8 +155,7 @@ def _outer(
 
     pad_k, pad_n = _padding("grouped_outer", k, n)
     lhs, rhs = _pad(lhs, 0, pad_k), _pad(rhs, 0, pad_n)
-    dtype = _kernel_dtype(lhs, rhs)
-    kernel_out = out_dtype if out_dtype == lhs.dtype == rhs.dtype else jnp.dtype(jnp.float32)
+    dtype, kernel_out = _kernel_dtypes(lhs, rhs, out_dtype)
     choose = lambda arch: tiling.choose_outer_tile(arch, k, n)
     kernels = _kernels("wgrad", dtype, kernel_out, k + pad_k, n + pad_n, tile, choose)
     shape = (math.prod(out_batch), num_groups, k + pad_k, n + pad_n)
@@ -198,9 +193,11 @@ def _ffi_call(op, kernels, result, **options):
     return functools.partial(call, kernels=kernels)
 
 
-def _kernel_dtype(lhs, rhs):
-    """The 16-bit dtype of the products."""
-    return lhs.dtype if lhs.dtype.itemsize == 2 else rhs.dtype
+def _kernel_dtypes(lhs, rhs, out_dtype):
+    """The 16-bit dtype of the products, and that of a kernel's result."""
+    dtype = lhs.dtype if lhs.dtype.itemsize == 2 else rhs.dtype
+    same = out_dtype == lhs.dtype == rhs.dtype
+    return dtype, out_dtype if same else jnp.dtype(jnp.float32)
 
 
 def _parts(x, dtype, precision):

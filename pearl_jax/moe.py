@@ -155,11 +155,10 @@ def expert_mlp(rows, group_sizes, weights: ExpertWeights, activation, contractio
     """
     product = functools.partial(contraction, group_sizes=group_sizes)
 
-    row, ends = jnp.arange(len(rows))[:, None], jnp.cumsum(group_sizes)
-    one_hot = ((row >= ends - group_sizes) & (row < ends)).astype(rows.dtype)  # (r, e)
-
     def add_bias(rows, bias):
         # As a product, which rounds nothing, its gradient is a sum in a fixed order.
+        row, ends = jnp.arange(len(rows))[:, None], jnp.cumsum(group_sizes)
+        one_hot = ((row >= ends - group_sizes) & (row < ends)).astype(rows.dtype)  # (r, e)
         bias = jnp.dot(one_hot, bias.astype(rows.dtype), precision=jax.lax.Precision.HIGHEST)
         return rows + bias
 
