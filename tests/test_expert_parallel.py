@@ -3,11 +3,13 @@
 Each compiled program runs all routings of CASES, which differ in values only.
 """
 
+import contextlib
 import functools
 import math
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -543,21 +545,32 @@ def test_bfloat16():
 
 # Processes.
 
-EXAMPLE = ROOT / "examples" / "expert_parallel.py"
+EXAMPLE = Path(__file__).parents[1] / "examples" / "expert_parallel.py"
 
 
-def start_example(*args):
-    return subprocess.Popen(
-        [sys.executable, str(EXAMPLE), *args],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={
-            "PYTHONPATH": str(ROOT),
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": "--xla_backend_optimization_level=0",
-        },
-    )
+@pytest.fixture
+def start_example():
+    """Starts the example with some arguments; it ends with the test at the latest."""
+    with contextlib.ExitStack() as stack:
+
+        def start(*args):
+            process = stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, str(EXAMPLE), *args],
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    env={
+                        "PYTHONPATH": str(ROOT),
+                        "JAX_PLATFORMS": "cpu",
+                        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+                    },
+                )
+            )
+            stack.callback(process.kill)
+            return process
+
+        yield start
 
 
 @pytest.mark.parametrize(
@@ -568,7 +581,7 @@ def start_example(*args):
         ("--cpu-devices=8", "--mesh=expert=4,tensor=2"),
     ],
 )
-def test_example(args):
+def test_example(args, start_example):
     """Several processes that talk through sockets; it compares its losses with one device."""
     process = start_example("--steps=3", *args)
     out, _ = process.communicate(timeout=120)
@@ -578,7 +591,7 @@ def test_example(args):
     assert float(rows[2][1]) < 0.95 * float(rows[0][1])  # it learns
 
 
-def test_a_dead_process_ends_the_others():
+def test_a_dead_process_ends_the_others(start_example):
     process = start_example("--spawn=2", "--steps=1000000", "--heartbeat=10")
     lines = iter(process.stdout.readline, "")
     victim = next(int(line.split()[2]) for line in lines if line.startswith("processes"))
