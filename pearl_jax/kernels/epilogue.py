@@ -92,10 +92,14 @@ class Output:
     def store(self, row, column, values, inside):
         """Registers that lie side by side from (row, column) on, as far as there are columns."""
         for first in range(0, len(values), self.vector):
-            at = column + first * (32 // self.dtype.width)
-            offset = (row * Int64(self.n) + at) * (self.dtype.width // 8)
-            part = values[first : first + self.vector]
-            self._store(self.pointer.toint() + offset, part, inside & (at < self.n))
+            address, there = self._vector(row, column, first)
+            self._store(address, values[first : first + self.vector], inside & there)
+
+    def _vector(self, row, column, first):
+        """Where the vector that begins with register first lies, and whether there are columns."""
+        at = column + first * (32 // self.dtype.width)
+        offset = (row * Int64(self.n) + at) * (self.dtype.width // 8)
+        return self.pointer.toint() + offset, at < self.n
 
     def _store(self, address, values, predicate):
         letter = "f" if isinstance(values[0], Float32) else "b"
@@ -106,15 +110,22 @@ class Output:
             predicate=predicate,
         )
 
-    def load(self, row, column, inside):
-        """4 registers of 16-bit values, as they lie side by side; 0 where there are none."""
-        offset = (row * Int64(self.n) + column) * (self.dtype.width // 8)
-        zeros = " ".join(f"mov.b32 {{$w{i}}}, 0;" for i in range(4))
+    def load(self, row, column, count, inside):
+        """The same as store writes them, so many registers; 0 where there are none."""
+        values = []
+        for first in range(0, count, self.vector):
+            address, there = self._vector(row, column, first)
+            values += self._load(address, inside & there)
+        return values
+
+    def _load(self, address, predicate):
+        zeros = " ".join(f"mov.b32 {{$w{i}}}, 0;" for i in range(self.vector))
+        results = ", ".join(f"{{$w{i}}}" for i in range(self.vector))
         return cute.arch.inline_ptx(
             f"{{ .reg .pred p; setp.ne.s32 p, {{$r1}}, 0; {zeros} "
-            "@p ld.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}]; }",
-            write_only_types=[Uint32] * 4,
-            read_only_args=[self.pointer.toint() + offset, Int32(inside & (column < self.n))],
+            f"@p ld.global.v{self.vector}.b32 {{{results}}}, [{{$r0}}]; }}",
+            write_only_types=[Uint32] * self.vector,
+            read_only_args=[address, Int32(predicate)],
         )
 
     @cute.jit
@@ -223,7 +234,7 @@ def add_stored(out, accumulators, first_row, rows, first_column, some):
 
         def load(token, column, i=i, j=j):
             token, column = TOKENS * i + token, first_column + 128 * j + column
-            return out.load(first_row + Int64(token), column, token < rows)
+            return out.load(first_row + Int64(token), column, 4, token < rows)
 
         _add_16bit(out.dtype, add, lane, load)
 
@@ -374,31 +385,52 @@ def store_tokens_along_n(out, groups, first_row, rows, first_column):
         out.store(first_row + Int64(token), first_column + 16 * g, columns, token < rows)
 
 
-def store_tokens_along_m(out, values, first_row, rows, first_column):
+def _places_along_m(dtype):
+    """Of 16 tokens by 64 columns, the h, part, token and column of each vector of 8 registers."""
+    lane = cute.arch.lane_idx()
+    columns = 8 * 32 // dtype.width  # of a vector, one of four side by side
+    for h in range(2):
+        for part in range(16 // columns):
+            yield h, part, 8 * h + lane // 4, columns * (4 * part + lane % 4)
+
+
+def load_tokens_along_m(out, first_row, rows, first_column):
+    """What store_tokens_along_m would overwrite, to be added by it."""
+    return [
+        out.load(first_row + Int64(token), first_column + column, 8, token < rows)
+        for _, _, token, column in _places_along_m(out.dtype)
+    ]
+
+
+def store_tokens_along_m(out, values, first_row, rows, first_column, old=None):
     """Writes 16 tokens, of which there are rows, by 64 columns: 128 bytes or more of a row.
 
-    values: the fragment of 8 blocks of columns, as a list of [4 * block + 2 * h + c].
+    values: the fragment of 8 blocks of columns, as a list of [4 * block + 2 * h + c];
+    old: what is added, of load_tokens_along_m.
     """
     lane = cute.arch.lane_idx()
-    quad = lane % 4
-    for h in range(2):
-        token = 8 * h + lane // 4
-        row, inside = first_row + Int64(token), token < rows
+    for i, (h, part, token, column) in enumerate(_places_along_m(out.dtype)):
 
-        def pair(block):
+        def pair(block, h=h):
             return values[4 * block + 2 * h : 4 * block + 2 * h + 2]
 
-        if out.dtype is Float32:
-            for half in (0, 4):  # lane q of the quad takes block q of this half
-                low, high = (
-                    _transpose(Float32, [pair(half + q)[c] for q in range(4)], lane, 1)
-                    for c in range(2)
-                )
-                columns = [x for both in zip(low, high) for x in both]
-                out.store(row, first_column + 8 * (half + quad), columns, inside)
-        else:  # blocks 2 q and 2 q + 1
-            columns = []
+        if out.dtype is Float32:  # lane q of the quad takes block q of this part
+            low, high = (
+                _transpose(Float32, [pair(4 * part + q)[c] for q in range(4)], lane, 1)
+                for c in range(2)
+            )
+            registers = [x for both in zip(low, high) for x in both]
+            if old:
+                registers = [x + y.bitcast(Float32) for x, y in zip(registers, old[i])]
+        else:  # lane q takes blocks 2 q and 2 q + 1
+            registers = []
             for odd in range(2):
-                packed = [_pack(out.dtype, *pair(2 * q + odd)) for q in range(4)]
-                columns += _transpose(Uint32, packed, lane, 1)
-            out.store(row, first_column + 16 * quad, columns, inside)
+                pairs = [pair(2 * q + odd) for q in range(4)]
+                if old:  # by the exchange of a store once more, as it is its own inverse
+                    added = _transpose(Uint32, old[i][4 * odd : 4 * odd + 4], lane, 1)
+                    pairs = [
+                        [x + y for x, y in zip(pair, _unpack(out.dtype, packed))]
+                        for pair, packed in zip(pairs, added)
+                    ]
+                registers += _transpose(Uint32, [_pack(out.dtype, *x) for x in pairs], lane, 1)
+        out.store(first_row + Int64(token), first_column + column, registers, token < rows)

@@ -11,15 +11,15 @@ from cutlass.cute.nvgpu.common import OperandMajorMode
 
 from pearl_jax import tiling
 from pearl_jax.kernels import epilogue, forms
-from pearl_jax.kernels.hopper_outer import HopperGroupedOuter
-from pearl_jax.kernels.launcher import DTYPES, compile_launcher
-from pearl_jax.kernels.mainloop import (
+from pearl_jax.kernels.hopper_mainloop import (
     CONSUMER_REGISTERS,
     PRODUCER_REGISTERS,
     THREADS,
     WARPGROUP,
     Mainloop,
 )
+from pearl_jax.kernels.hopper_outer import HopperGroupedOuter
+from pearl_jax.kernels.launcher import DTYPES, compile_launcher
 from pearl_jax.kernels.scheduler import Scheduler
 from pearl_jax.tiling import K_TILE, KernelSpec
 

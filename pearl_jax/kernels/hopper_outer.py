@@ -11,8 +11,7 @@ from cutlass.cute.nvgpu.common import OperandMajorMode
 
 from pearl_jax import tiling
 from pearl_jax.kernels import epilogue, forms
-from pearl_jax.kernels.launcher import DTYPES
-from pearl_jax.kernels.mainloop import (
+from pearl_jax.kernels.hopper_mainloop import (
     CONSUMER_REGISTERS,
     CONSUMERS,
     PRODUCER_REGISTERS,
@@ -20,6 +19,7 @@ from pearl_jax.kernels.mainloop import (
     WARPGROUP,
     Mainloop,
 )
+from pearl_jax.kernels.launcher import DTYPES
 from pearl_jax.kernels.scheduler import OuterScheduler
 from pearl_jax.tiling import K_TILE, KernelSpec
 
