@@ -27,7 +27,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks import moe_layer, peers, protocol, shapes
+from benchmarks import forms, moe_layer, protocol, shapes
 from pearl_jax import moe, routing
 from pearl_jax.expert_parallel import ExpertParallel
 
@@ -114,7 +114,7 @@ def run_point(model, mesh, experts, num_tokens, strategies, rounds):
             got = runs[strategy, "forward"].start(1)[:num_tokens]
             error = float(moe_layer.worst_error(jax.device_put(got, jax.devices()[0]), want))
         except Exception as error:  # out of memory, or not implemented: the others go on
-            print(f"# {strategy}, {num_tokens} tokens: {peers.reason(error)}", flush=True)
+            print(f"# {strategy}, {num_tokens} tokens: {forms.reason(error)}", flush=True)
             continue
         if error <= moe_layer.TOLERANCE:
             bursts |= runs

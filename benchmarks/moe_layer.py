@@ -16,12 +16,12 @@ Experts that are spread over devices are those of one device. With e / p experts
 top_k choices it gets the rows that it would get from p devices with that many tokens each.
 
 Lines with # say which peers do not run and why; * marks a time that the host may have held up.
+Files are those of benchmarks.grouped_matmul, and may be the same one.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import dataclasses
 import functools
 import math
@@ -31,14 +31,10 @@ import jax
 import jax.numpy as jnp
 
 import pearl_jax
-from benchmarks import peers, protocol, shapes
+from benchmarks import forms, peers, protocol, results, shapes
 from pearl_jax import library, moe, routing
 
-LAYERS = {
-    "GLM-5.3": shapes.MODELS["GLM-5.3"],
-    "Qwen3-30B-A3B": shapes.Model(2048, 768, 128, 8, expert_parallel=1),
-    "Mixtral-8x7B": shapes.MODELS["Mixtral-8x7B"],
-}
+LAYERS = {name: shapes.MODELS[name] for name in ("GLM-5.3", "Qwen3-30B-A3B", "Mixtral-8x7B")}
 TOKENS = (64, 512, 8192)
 PASSES = ("forward", "step")
 TOLERANCE = 2e-2  # largest relative error of a token or of an expert's weights between candidates
@@ -91,23 +87,23 @@ def step(layer, tokens, target, **options):
 def _lax(model, tokens, factor):
     """factor: how many forward passes the arithmetic makes."""
     e, rows = model.num_experts // model.expert_parallel, tokens * model.top_k
-    seconds = factor * e * 6 * rows * model.width * model.intermediate / peers.ASSUMED.flops
+    seconds = factor * e * 6 * rows * model.width * model.intermediate / forms.ASSUMED.flops
     masked_bytes = 2 * e * rows * max(model.width, model.intermediate)
     if seconds > LAX_MAX_SECONDS:
-        raise peers.Absent(f"skipped, {e} times the arithmetic would take {seconds:.1f} s")
+        raise forms.Absent(f"skipped, {e} times the arithmetic would take {seconds:.1f} s")
     if masked_bytes > LAX_MAX_BYTES:
-        raise peers.Absent(f"skipped, would need {masked_bytes / 2**30:.0f} GiB")
+        raise forms.Absent(f"skipped, would need {masked_bytes / 2**30:.0f} GiB")
     return jax.lax.ragged_dot
 
 
 def _tokamax(model, tokens, factor):
-    return peers.import_peer("tokamax").ragged_dot
+    return forms.import_peer("tokamax").ragged_dot
 
 
 def _mosaic(model, tokens, factor):
     if factor > 1:
-        raise peers.Absent("it has no gradient")
-    ragged_dot = peers.import_peer("jax.experimental.pallas.ops.gpu.ragged_dot_mgpu").ragged_dot
+        raise forms.Absent("it has no gradient")
+    ragged_dot = forms.import_peer("jax.experimental.pallas.ops.gpu.ragged_dot_mgpu").ragged_dot
     rows = tokens * model.top_k * model.expert_parallel / model.num_experts
     return functools.partial(ragged_dot, **(peers.MOSAIC_FEW if rows <= 64 else peers.MOSAIC_MANY))
 
@@ -118,6 +114,7 @@ CONTRACTIONS = {
     "tokamax": _tokamax,
     "mosaic": _mosaic,
 }
+PACKAGES = {"pearl": "pearl-jax", "lax": "jax", "tokamax": "tokamax", "mosaic": "jax"}
 
 
 @jax.jit
@@ -196,33 +193,11 @@ def compile_calls(function, operands, calls=1) -> Program:
     return Program(burst, needed)
 
 
-@dataclasses.dataclass(frozen=True)
-class Record:
-    """A line of the CSV file.
+def compile_candidates(name, model, operands, candidates, reasons) -> dict[str, Program]:
+    """Of "forward" or "step": those that run and agree with pearl, which comes first.
 
-    Attributes:
-      part: "forward", "step", or a part of forward.
-      candidate: the contraction.
-      us: microseconds, the median; ratio: to that of pearl.
-      gib: needed at once.
-      host_bound: whether the host may have held the GPU up.
+    Why the others do not is added to reasons (candidate -> why).
     """
-
-    layer: str
-    tokens: int
-    part: str
-    candidate: str
-    us: float
-    ratio: float
-    gib: float
-    host_bound: bool
-
-    def marked(self, digits=0):
-        return f"{self.us:.{digits}f}" + "*" * self.host_bound
-
-
-def compile_candidates(name, model, operands, candidates, note) -> dict[str, Program]:
-    """Of "forward" or "step": those that run and agree with pearl, which comes first."""
     function, factor = {"forward": (forward, 1), "step": (step, 3)}[name]
     programs, want = {}, None
     for candidate in candidates:
@@ -236,64 +211,72 @@ def compile_candidates(name, model, operands, candidates, note) -> dict[str, Pro
         except Exception as error:  # a peer may fail in any way, and must not end the run
             if candidate == "pearl":
                 raise
-            note(f"{candidate}, {name}: {peers.reason(error)}")
+            reasons[candidate] = forms.reason(error)
             continue
         if error <= TOLERANCE:
             programs[candidate] = program
         else:
-            note(f"{candidate}, {name}: differs from pearl by {error:.1e}, not timed")
+            reasons[candidate] = f"differs from pearl by {error:.1e}, not timed"
     return programs
 
 
-def measure(programs, rounds, **point) -> list[Record]:
-    """programs: (part, candidate) -> Program, pearl's before those compared with it."""
-    bursts = {key: program.burst for key, program in programs.items()}
-    if jax.default_backend() == "gpu":
-        timings = protocol.measure_bursts(bursts, rounds)
-    else:
-        one = {key: functools.partial(burst.start, 1) for key, burst in bursts.items()}
-        seconds = protocol.measure(one, [()], rounds).seconds
-        timings = {
-            key: protocol.BurstTiming(seconds[key] / burst.calls, [], False)
-            for key, burst in bursts.items()
-        }
+def measure(programs, rounds, layer) -> list[results.Row]:
+    """programs: (form, candidate) -> Program; layer: a line with what they have in common."""
+    timings = protocol.measure({key: p.burst for key, p in programs.items()}, rounds)
     return [
-        Record(
-            **point,
-            part=part,
+        dataclasses.replace(
+            results.with_times(layer, timing),
+            form=form,
             candidate=candidate,
-            us=1e6 * timing.seconds,
-            ratio=timing.seconds / timings[part, "pearl"].seconds,
-            gib=programs[part, candidate].num_bytes / 2**30,
-            host_bound=timing.host_bound,
+            version=results.version(PACKAGES[candidate]),
+            gib=round(programs[form, candidate].num_bytes / 2**30, 6),
         )
-        for (part, candidate), timing in timings.items()
+        for (form, candidate), timing in timings.items()
     ]
 
 
-def run_point(label, model, layer, num_tokens, candidates, rounds) -> list[Record]:
+def describe(label, model, num_tokens) -> results.Row:
+    """What the lines of one layer and number of tokens have in common."""
+    return results.start(
+        dtype="bfloat16",
+        form="forward",
+        case=label,
+        ep=model.expert_parallel,
+        g=model.num_experts // model.expert_parallel,
+        k=model.width,
+        n=model.intermediate,
+        rows=num_tokens,
+        grouping="routed",
+        layout="gkn",
+    )
+
+
+def run_point(blank, model, layer, candidates, rounds) -> list[results.Row]:
     """Prints the lines of one layer and number of tokens."""
-    shape, point = (num_tokens, model.width), {"layer": label, "tokens": num_tokens}
+    shape = blank.rows, model.width
     tokens, target = (
         jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16) for seed in (2, 3)
     )
-    notes, records = [], []
+    notes, rows = [], []
     for name in PASSES:
-        programs = compile_candidates(
-            name, model, (layer, tokens, target), candidates, notes.append
-        )
-        found = measure({(name, c): p for c, p in programs.items()}, rounds, **point)
+        reasons = {}
+        programs = compile_candidates(name, model, (layer, tokens, target), candidates, reasons)
+        found = measure({(name, c): p for c, p in programs.items()}, rounds, blank)
         print(line(found, candidates), flush=True)
-        records += found
+        notes += [f"# {candidate}, {name}: {why}" for candidate, why in reasons.items()]
+        rows += found
+        rows += [
+            dataclasses.replace(blank, form=name, candidate=candidate, note=why)
+            for candidate, why in reasons.items()
+        ]
     parts = {
-        (name, "pearl"): compile_calls(function, operands, peers.MAX_CALLS)
+        (name, "pearl"): compile_calls(function, operands, forms.MAX_CALLS)
         for name, (function, operands) in parts_of(layer, tokens, top_k=model.top_k).items()
     }
-    found = measure(parts, rounds, **point)
-    print("  parts, us: " + ", ".join(f"{r.part} {r.marked(1)}" for r in found))
-    for text in notes:
-        print(f"# {text}")
-    return records + found
+    found = measure(parts, rounds, blank)
+    print("  parts, us: " + ", ".join(f"{r.form} {r.us:.1f}{'*' * r.host_bound}" for r in found))
+    print(*notes, sep="\n", end="\n" * bool(notes))
+    return rows + found
 
 
 def header(candidates) -> str:
@@ -302,22 +285,16 @@ def header(candidates) -> str:
     return f"{'layer':<15}{'tokens':>7}  {'pass':<8}{'pearl us':>10}{ratios}{gib}"
 
 
-def line(records, candidates) -> str:
-    found = {r.candidate: r for r in records}
+def line(rows, candidates) -> str:
+    found = {row.candidate: row for row in rows}
     pearl = found["pearl"]
+    us = f"{pearl.us:.0f}" + "*" * pearl.host_bound
     ratios = "".join(
-        f"{f'{found[c].ratio:.2f}' + '*' * found[c].host_bound if c in found else '-':>11}"
+        f"{f'{found[c].us / pearl.us:.2f}' + '*' * found[c].host_bound if c in found else '-':>11}"
         for c in candidates[1:]
     )
     gib = "".join(f"{f'{found[c].gib:.2f}' if c in found else '-':>13}" for c in candidates)
-    return f"{pearl.layer:<15}{pearl.tokens:>7}  {pearl.part:<8}{pearl.marked():>10}{ratios}{gib}"
-
-
-def write_csv(path, records):
-    with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(Record)])
-        writer.writeheader()
-        writer.writerows(map(dataclasses.asdict, records))
+    return f"{pearl.case:<15}{pearl.rows:>7}  {pearl.form:<8}{us:>10}{ratios}{gib}"
 
 
 def scale_down(model) -> shapes.Model:
@@ -341,7 +318,7 @@ def main(argv=None):
     parser.add_argument("--tokens", type=int, nargs="+", help=f"by default {TOKENS}")
     parser.add_argument("--peers", nargs="*", choices=CONTRACTIONS, default=list(CONTRACTIONS))
     parser.add_argument("--rounds", type=int, default=5, help="samples of each candidate")
-    parser.add_argument("--csv", metavar="FILE", help="write all times")
+    parser.add_argument("--csv", metavar="FILE", help="add what is found, and skip what is there")
     options = parser.parse_args(argv)
     token_counts = options.tokens or ((16,) if options.cpu else TOKENS)
     if options.rounds < 1 or min(token_counts) < 1:
@@ -361,14 +338,20 @@ def main(argv=None):
     if platform == "gpu" and (obstacle := library.unavailable()):
         print(f"# pearl runs in plain XLA: {obstacle}")
     print(f"\n{header(candidates)}", flush=True)
-    records = []
+    found = results.so_far(options.csv)
     for label in options.layer:
         model = scale_down(LAYERS[label]) if options.cpu else LAYERS[label]
+        blanks = [describe(label, model, num_tokens) for num_tokens in token_counts]
+        cells = [[dataclasses.replace(b, form=name) for name in PASSES] for b in blanks]
+        todo = [c[0] for c in cells if not all(results.holds(found, x, candidates) for x in c)]
+        if not todo:
+            continue
         layer = random_layer(model)
-        for num_tokens in token_counts:
-            records += run_point(label, model, layer, num_tokens, candidates, options.rounds)
+        for blank in todo:
+            blank = dataclasses.replace(blank, date=results.now())
+            rows = run_point(blank, model, layer, candidates, options.rounds)
             if options.csv:
-                write_csv(options.csv, records)
+                results.append(options.csv, rows)
 
 
 if __name__ == "__main__":

@@ -2,22 +2,20 @@
 
 Candidates are timed in turn, round after round in one process, so that whatever else the
 machine does hits all of them; what counts is the median of each, and the ratios. Operands
-are random, never zeros: zeros use less power and flatter a GPU.
+are random, never zeros: zeros use less power and flatter a GPU. Calls walk through several
+copies of the operands, unless one is larger than any cache, so that weights are cold.
 
-On a CPU (measure) every sample makes calls for at least MIN_SAMPLE_SECONDS, each waited
-for, as independent calls would run side by side. The calls walk through several copies of
-the operands, so that weights are not found in a cache.
+On a CPU (measure_waited) a sample is as many calls as take MIN_SAMPLE_SECONDS, each waited
+for, as independent calls would run side by side.
 
 On a GPU (measure_bursts) a sample is two bursts of back-to-back calls, one three times as
 long as the other; their difference is GPU time without the host's fixed cost. Bursts are
-short and start after a pause, so that the power limit meets all candidates alike. Weights
-are larger than the second-level cache, hence cold.
+short and start after a pause, so that the power limit meets all candidates alike.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import statistics
 import time
@@ -30,79 +28,16 @@ import numpy as np
 
 MIN_SAMPLE_SECONDS = 0.01
 COLD_BYTES = 2**29  # more than a last-level cache holds
-_MAX_COPIES = 64
-
-
-def random_array(seed, shape, dtype):
-    """Normal values of variance 1 / shape[-2], which keeps a matmul's result near 1."""
-    values = np.random.default_rng(seed).standard_normal(shape, np.float32)
-    return jnp.asarray(values / math.sqrt(max(shape[-2], 1)), dtype)
-
-
-def cold_copies(operands):
-    """Copies of a tuple of arrays, together COLD_BYTES or more (but at most 64 copies)."""
-    size = sum(x.nbytes for x in operands)
-    copies = min(max(math.ceil(COLD_BYTES / max(size, 1)), 1), _MAX_COPIES)
-    return [operands] + [tuple(jnp.copy(x) for x in operands) for _ in range(copies - 1)]
-
-
-@dataclasses.dataclass(frozen=True)
-class Timing:
-    """Medians of one run.
-
-    Attributes:
-      seconds: candidate -> median seconds of one call.
-      ratios: candidate -> its median over that of the first candidate.
-    """
-
-    seconds: dict[str, float]
-    ratios: dict[str, float]
-
-
-def measure(candidates, inputs, rounds, check=None) -> Timing:
-    """Times candidates (name -> function) on inputs, a list of argument tuples used in turn.
-
-    All are called once before, to compile; check is given these results as a dict (name ->
-    result of inputs[0]) and raises where they do not agree. The order within a round
-    rotates, so that no candidate always follows the same other one.
-    """
-    if not candidates or not inputs or rounds < 1:
-        raise ValueError(
-            f"measure: needs a candidate, an input and a round, got {len(candidates)} "
-            f"candidates, {len(inputs)} inputs, {rounds=}"
-        )
-    results = {name: function(*inputs[0]) for name, function in candidates.items()}
-    jax.block_until_ready(results)
-    if check is not None:
-        check(results)
-    del results
-    calls, turns, samples = {}, {}, {}
-    for name, function in candidates.items():
-        turns[name] = itertools.cycle(inputs)
-        once = _sample(function, turns[name], 1)
-        calls[name] = max(1, math.ceil(MIN_SAMPLE_SECONDS / once))
-        samples[name] = []
-    names = list(candidates)
-    for r in range(rounds):
-        for name in names[r % len(names) :] + names[: r % len(names)]:
-            samples[name].append(_sample(candidates[name], turns[name], calls[name]))
-    seconds = {name: statistics.median(taken) for name, taken in samples.items()}
-    return Timing(seconds, {name: s / seconds[names[0]] for name, s in seconds.items()})
-
-
-def _sample(function, turns, calls):
-    """Seconds of one call, out of several."""
-    start = time.perf_counter()
-    for _ in range(calls):
-        jax.block_until_ready(function(*next(turns)))
-    return (time.perf_counter() - start) / calls
-
-
-# On a GPU.
-
 BURST_SECONDS = 0.004  # of the shorter burst: far longer than the host's jitter
 PAUSE_SECONDS = 0.02
 HOST_BOUND = 0.9  # share of a call's time that starting it may take
+
+
+def cold_copies(operands, most):
+    """Copies of a tuple of arrays, together COLD_BYTES or more (but at most that many copies)."""
+    size = sum(x.nbytes for x in operands)
+    copies = min(math.ceil(COLD_BYTES / max(size, 1)), most)
+    return [operands] + [tuple(jnp.copy(x) for x in operands) for _ in range(copies - 1)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,18 +69,21 @@ def jax_burst(program, operands, calls=1) -> Burst:
 
 
 @dataclasses.dataclass(frozen=True)
-class BurstTiming:
-    """GPU seconds of one call.
+class Timing:
+    """Seconds of one call.
 
     Attributes:
-      seconds: the median.
-      samples: all of them.
+      samples: one of each round.
       host_bound: whether starting calls took so long that the GPU may have waited.
     """
 
-    seconds: float
     samples: list[float]
-    host_bound: bool
+    host_bound: bool = False
+
+    @property
+    def seconds(self) -> float:
+        """The median."""
+        return statistics.median(self.samples)
 
 
 def slope(short, long, count, calls) -> float:
@@ -153,10 +91,30 @@ def slope(short, long, count, calls) -> float:
     return (long - short) / (2 * count * calls)
 
 
-def measure_bursts(bursts, rounds, pause=PAUSE_SECONDS) -> dict[Any, BurstTiming]:
-    """Times bursts (name -> Burst) that have run before. The order rotates as in measure."""
-    if not bursts or rounds < 1:
-        raise ValueError(f"measure_bursts: needs a burst and a round, got {len(bursts)}, {rounds=}")
+def measure(bursts, rounds) -> dict[Any, Timing]:
+    """Times bursts (name -> Burst) that have run before, as the platform asks for."""
+    on_gpu = jax.default_backend() == "gpu"
+    return (measure_bursts if on_gpu else measure_waited)(bursts, rounds)
+
+
+def measure_waited(bursts, rounds) -> dict[Any, Timing]:
+    """Times bursts by waiting for each program."""
+    counts = {
+        name: max(1, math.ceil(MIN_SAMPLE_SECONDS / _time_burst(burst, 1)[0]))
+        for name, burst in bursts.items()
+    }
+
+    def sample(name):
+        begin = time.perf_counter()
+        for _ in range(counts[name]):
+            bursts[name].wait(bursts[name].start(1))
+        return (time.perf_counter() - begin) / (counts[name] * bursts[name].calls)
+
+    return {name: Timing(taken) for name, taken in _in_turn(sample, bursts, rounds).items()}
+
+
+def measure_bursts(bursts, rounds) -> dict[Any, Timing]:
+    """Times bursts by the difference of a long and a short one."""
     counts, starting = {}, {}
     for name, burst in bursts.items():
         one = min(_time_burst(burst, 1)[0] for _ in range(2))
@@ -164,21 +122,32 @@ def measure_bursts(bursts, rounds, pause=PAUSE_SECONDS) -> dict[Any, BurstTiming
         # Few programs: with many in flight, starting one waits for another to end.
         few = min(counts[name], 8)
         starting[name] = _time_burst(burst, few)[1] / (few * burst.calls)
-    samples = {name: [] for name in bursts}
-    names = list(bursts)
+
+    def sample(name):
+        burst, count = bursts[name], counts[name]
+        time.sleep(PAUSE_SECONDS)
+        short, _ = _time_burst(burst, count)
+        time.sleep(PAUSE_SECONDS)
+        long, _ = _time_burst(burst, 3 * count)
+        return slope(short, long, count, burst.calls)
+
+    found = {name: Timing(taken) for name, taken in _in_turn(sample, bursts, rounds).items()}
+    return {
+        name: dataclasses.replace(t, host_bound=starting[name] > HOST_BOUND * t.seconds)
+        for name, t in found.items()
+    }
+
+
+def _in_turn(sample, names, rounds):
+    """name -> sample(name) of each round. The order rotates: none always follows the same one."""
+    names = list(names)
+    if not names or rounds < 1:
+        raise ValueError(f"measure: needs a burst and a round, got {len(names)}, {rounds=}")
+    samples = {name: [] for name in names}
     for r in range(rounds):
         for name in names[r % len(names) :] + names[: r % len(names)]:
-            burst, count = bursts[name], counts[name]
-            time.sleep(pause)
-            short, _ = _time_burst(burst, count)
-            time.sleep(pause)
-            long, _ = _time_burst(burst, 3 * count)
-            samples[name].append(slope(short, long, count, burst.calls))
-    medians = {name: statistics.median(taken) for name, taken in samples.items()}
-    return {
-        name: BurstTiming(medians[name], samples[name], starting[name] > HOST_BOUND * medians[name])
-        for name in names
-    }
+            samples[name].append(sample(name))
+    return samples
 
 
 def _time_burst(burst, count):
@@ -211,19 +180,19 @@ class Floor:
     bound: str  # "bytes" or "flops", whichever takes longer
 
 
-def grouped_matmul_floor(k, n, group_sizes, itemsize, peaks, out_itemsize=None) -> Floor:
+def grouped_matmul_floor(k, n, group_sizes, peaks, itemsize=2, out_itemsize=2) -> Floor:
     """(m, k), (g, k, n) -> (m, n): owned rows and weights of groups with rows, once each."""
     rows, groups = int(np.sum(group_sizes)), int(np.count_nonzero(group_sizes))
     operands, result = rows * k + groups * k * n, rows * n
-    num_bytes = operands * itemsize + result * (out_itemsize or itemsize)
+    num_bytes = operands * itemsize + result * out_itemsize
     return _floor(num_bytes, 2 * rows * k * n, peaks)
 
 
-def grouped_outer_floor(k, n, group_sizes, itemsize, peaks, out_itemsize=None) -> Floor:
+def grouped_outer_floor(k, n, group_sizes, peaks, itemsize=2, out_itemsize=2) -> Floor:
     """(m, k), (m, n) -> (g, k, n): owned rows once each; every group is written, empty or not."""
     rows, groups = int(np.sum(group_sizes)), len(group_sizes)
     operands, result = rows * (k + n), groups * k * n
-    num_bytes = operands * itemsize + result * (out_itemsize or itemsize)
+    num_bytes = operands * itemsize + result * out_itemsize
     return _floor(num_bytes, 2 * rows * k * n, peaks)
 
 
@@ -242,14 +211,14 @@ def measure_peaks(dtype, size=2048, rounds=5) -> Peaks:
     x = jax.random.normal(jax.random.key(0), (COLD_BYTES // 4,), jnp.float32)
     num_bytes = 2 * x.nbytes
     add_one = jax.jit(lambda x: x + 1, donate_argnums=0)
-    a, b = (random_array(seed, (size, size), dtype) for seed in (1, 2))
+    a = jax.random.normal(jax.random.key(1), (size, size), dtype)
     matmul = jax.jit(jnp.matmul)
     bandwidth = flops = 0.0
     for r in range(rounds + 1):
         start = time.perf_counter()
         x = jax.block_until_ready(add_one(x))
         middle = time.perf_counter()
-        jax.block_until_ready(matmul(a, b))
+        jax.block_until_ready(matmul(a, a))
         end = time.perf_counter()
         if r:  # the first round compiles
             bandwidth = max(bandwidth, num_bytes / (middle - start))

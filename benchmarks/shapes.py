@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,7 +25,7 @@ class Model:
       width: columns of what enters and leaves an expert.
       intermediate: columns between the two matmuls of an expert.
       num_experts, top_k: experts of the layer, and how many each token is sent to.
-      expert_parallel: devices that the benchmark spreads the experts over.
+      expert_parallel: devices that the experts are spread over, if not said otherwise.
     """
 
     width: int
@@ -51,11 +52,36 @@ MODELS = {
     "DeepSeek-V4-Pro": Model(7168, 3072, 384, 6, expert_parallel=8),
     "Kimi-K3": Model(3584, 3072, 896, 16, expert_parallel=8),
     "Qwen3-235B": Model(4096, 1536, 128, 8, expert_parallel=8),
+    "Qwen3-30B-A3B": Model(2048, 768, 128, 8, expert_parallel=1),
     "Mixtral-8x7B": Model(4096, 14336, 8, 2, expert_parallel=1),
     "gpt-oss-120b": Model(2880, 2880, 128, 4, expert_parallel=8),
+    "Llama-4-Maverick": Model(5120, 8192, 128, 1, expert_parallel=8),
+    "Llama-4-Scout": Model(5120, 8192, 16, 1, expert_parallel=1),
 }
 
 PROJECTIONS = ("gate_up", "down")
+
+
+class Case(NamedTuple):
+    """The shape of one projection, for the experts that one of several devices has."""
+
+    name: str  # such as "GLM-5.3 down"
+    expert_parallel: int
+    shape: Shape
+
+
+def select(models, projections=PROJECTIONS, expert_parallel=None) -> list[Case]:
+    """Cases of models by name, each over every number of devices that divides its experts.
+
+    Without numbers, over the model's own.
+    """
+    found = []
+    for name in models:
+        for devices in expert_parallel or (MODELS[name].expert_parallel,):
+            model = dataclasses.replace(MODELS[name], expert_parallel=devices)
+            if model.num_experts % devices == 0:
+                found += [Case(f"{name} {p}", devices, getattr(model, p)) for p in projections]
+    return found
 
 
 def cases(models, projections=PROJECTIONS) -> dict[str, Shape]:
@@ -123,7 +149,22 @@ def half_empty(m, g, seed=0):
     return sizes
 
 
-GROUPINGS = {f.__name__: f for f in (uniform, multinomial, zipf, one_hot, half_empty)}
+def hot(m, g, seed=0):
+    """One group, picked at random, gets half of the rows (rounded up), the others multinomial.
+
+    The worst of both: a group bound by arithmetic among many bound by their weights.
+    """
+    _require_rows_and_groups(m, g)
+    rng = np.random.default_rng(seed)
+    chosen, few = rng.integers(g), m // 2 if g > 1 else 0
+    others = np.full(g, 1 / max(g - 1, 1))
+    others[chosen] = 0 if g > 1 else 1
+    sizes = _draw(rng, few, others)
+    sizes[chosen] += m - few
+    return sizes
+
+
+GROUPINGS = {f.__name__: f for f in (uniform, multinomial, zipf, hot, one_hot, half_empty)}
 
 
 def _draw(rng, m, probabilities):

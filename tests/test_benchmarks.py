@@ -1,62 +1,29 @@
-"""The benchmarks' own arithmetic, tables and handling of peers; no GPU is needed."""
+"""What the benchmarks time and how, their arithmetic and their runs; no GPU is needed."""
 
 import dataclasses
-import functools
-import importlib
-import json
 import math
 import re
 import sys
 import time
-import types
-from pathlib import Path
 
+import benchmarks_by_path  # noqa: F401
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import pearl_jax
-from pearl_jax import library, tiling
-
-# By its path: with the root on sys.path, the source folder would hide the installed pearl_jax.
-package = types.ModuleType("benchmarks")
-package.__path__ = [str(Path(__file__).parents[1] / "benchmarks")]
-sys.modules.setdefault("benchmarks", package)
-blackwell, cpu, gpu, grouped_matmul, peers, protocol, report, scaling, shapes, tune = (
-    importlib.import_module(f"benchmarks.{name}")
-    for name in (
-        "blackwell",
-        "cpu",
-        "gpu",
-        "grouped_matmul",
-        "peers",
-        "protocol",
-        "report",
-        "scaling",
-        "shapes",
-        "tune",
-    )
+from benchmarks import (
+    blackwell,
+    forms,
+    grouped_matmul,
+    peers,
+    protocol,
+    results,
+    scaling,
+    shapes,
+    tune,
 )
-
-
-def record(rows=16, grouping="uniform", gnk=100.0, gkn=110.0, **changes):
-    values = {
-        "case": "GLM-5.3 gate_up",
-        "g": 2,
-        "k": 8,
-        "n": 8,
-        "rows": rows,
-        "grouping": grouping,
-        "group_sizes": [rows, rows],
-        "floor_us": {"gnk": 80.0, "gkn": 80.0},
-        "bound": "bytes",
-        "pearl_us": {"gnk": gnk, "gkn": gkn},
-        "peer_us": {"torch": 150.0},
-        "ratios": {"torch": 150.0 / gnk},
-        "host_bound": [],
-        "samples": {"torch": [150.0]},
-    }
-    return report.Record(**{**values, **changes})
+from pearl_jax import library, tiling
 
 
 def test_slope_leaves_out_the_fixed_cost():
@@ -107,7 +74,7 @@ def test_a_burst_that_the_host_holds_up_is_marked(monkeypatch):
 
 def test_floor_counts_groups_with_rows_only():
     peaks = protocol.Peaks(bandwidth=1e12, flops=1e15)
-    floor = protocol.grouped_matmul_floor(64, 32, np.array([3, 0, 5]), 2, peaks)
+    floor = protocol.grouped_matmul_floor(64, 32, np.array([3, 0, 5]), peaks)
     assert floor.num_bytes == 2 * (8 * (64 + 32) + 2 * 64 * 32)
     assert floor.flops == 2 * 8 * 64 * 32
     assert (floor.seconds, floor.bound) == (floor.num_bytes / 1e12, "bytes")
@@ -115,21 +82,22 @@ def test_floor_counts_groups_with_rows_only():
 
 def test_floor_of_an_outer_product_writes_empty_groups_too():
     peaks, sizes = protocol.Peaks(bandwidth=1e12, flops=1e15), np.array([3, 0, 5])
-    shape, wgrad = shapes.Shape(g=3, k=64, n=32), peers.FORMS["wgrad"]
-    found = {column: wgrad.floor(shape, sizes, column, peaks) for column in wgrad.columns}
-    for column, out_itemsize in (("bf16", 2), ("f32", 4)):
+    shape = shapes.Shape(g=3, k=64, n=32)
+    problem = peers.FORMS["wgrad"].problem(shape, 8)
+    found = {column: problem.floor(sizes, column, peaks) for column in problem.columns}
+    for column, out_itemsize in (("same", 2), ("f32", 4)):
         assert found[column].num_bytes == 2 * 8 * (64 + 32) + out_itemsize * 3 * 64 * 32
         assert found[column].flops == 2 * 8 * 64 * 32
         assert found[column].seconds == found[column].num_bytes / 1e12
     slow = protocol.Peaks(bandwidth=1e12, flops=1e12)
-    busy = protocol.grouped_outer_floor(64, 32, np.array([10**4]), 2, slow)
+    busy = protocol.grouped_outer_floor(64, 32, np.array([10**4]), slow)
     assert (busy.seconds, busy.bound) == (2 * 10**4 * 64 * 32 / 1e12, "flops")
 
 
 def test_floor_of_an_h200():
     peaks, shape = protocol.GPU_PEAKS["NVIDIA H200"], shapes.MODELS["GLM-5.3"].gate_up
     found = [
-        protocol.grouped_matmul_floor(shape.k, shape.n, np.full(shape.g, rows), 2, peaks)
+        protocol.grouped_matmul_floor(shape.k, shape.n, np.full(shape.g, rows), peaks)
         for rows in (1, 1024)
     ]
     assert [round(1e6 * f.seconds) for f in found] == [366, 2088]
@@ -137,20 +105,53 @@ def test_floor_of_an_h200():
 
 
 def test_shapes_are_those_of_one_device():
-    assert {name: (s.g, s.k, s.n) for name, s in shapes.cases(shapes.MODELS).items()} == {
-        "GLM-5.3 gate_up": (32, 6144, 4096),
-        "GLM-5.3 down": (32, 2048, 6144),
-        "DeepSeek-V4-Pro gate_up": (48, 7168, 6144),
-        "DeepSeek-V4-Pro down": (48, 3072, 7168),
-        "Kimi-K3 gate_up": (112, 3584, 6144),
-        "Kimi-K3 down": (112, 3072, 3584),
-        "Qwen3-235B gate_up": (16, 4096, 3072),
-        "Qwen3-235B down": (16, 1536, 4096),
-        "Mixtral-8x7B gate_up": (8, 4096, 28672),
-        "Mixtral-8x7B down": (8, 14336, 4096),
-        "gpt-oss-120b gate_up": (16, 2880, 5760),
-        "gpt-oss-120b down": (16, 2880, 2880),
+    found = shapes.select(shapes.MODELS)
+    assert {(c.name, c.expert_parallel): dataclasses.astuple(c.shape) for c in found} == {
+        ("GLM-5.3 gate_up", 8): (32, 6144, 4096),
+        ("GLM-5.3 down", 8): (32, 2048, 6144),
+        ("DeepSeek-V4-Pro gate_up", 8): (48, 7168, 6144),
+        ("DeepSeek-V4-Pro down", 8): (48, 3072, 7168),
+        ("Kimi-K3 gate_up", 8): (112, 3584, 6144),
+        ("Kimi-K3 down", 8): (112, 3072, 3584),
+        ("Qwen3-235B gate_up", 8): (16, 4096, 3072),
+        ("Qwen3-235B down", 8): (16, 1536, 4096),
+        ("Qwen3-30B-A3B gate_up", 1): (128, 2048, 1536),
+        ("Qwen3-30B-A3B down", 1): (128, 768, 2048),
+        ("Mixtral-8x7B gate_up", 1): (8, 4096, 28672),
+        ("Mixtral-8x7B down", 1): (8, 14336, 4096),
+        ("gpt-oss-120b gate_up", 8): (16, 2880, 5760),
+        ("gpt-oss-120b down", 8): (16, 2880, 2880),
+        ("Llama-4-Maverick gate_up", 8): (16, 5120, 16384),
+        ("Llama-4-Maverick down", 8): (16, 8192, 5120),
+        ("Llama-4-Scout gate_up", 1): (16, 5120, 16384),
+        ("Llama-4-Scout down", 1): (16, 8192, 5120),
     }
+    found = shapes.select(["Mixtral-8x7B", "GLM-5.3"], ["down"], [1, 8, 16])
+    assert [(c.name, c.expert_parallel, c.shape.g) for c in found] == [
+        ("Mixtral-8x7B down", 1, 8),
+        ("Mixtral-8x7B down", 8, 1),
+        ("GLM-5.3 down", 1, 256),
+        ("GLM-5.3 down", 8, 32),
+        ("GLM-5.3 down", 16, 16),
+    ]
+
+
+@pytest.mark.parametrize("name", shapes.GROUPINGS)
+def test_group_sizes_sum_to_the_rows(name):
+    for m, g in ((0, 3), (7, 1), (1, 4), (1000, 32)):
+        sizes = shapes.GROUPINGS[name](m, g, seed=3)
+        assert sizes.dtype == np.int32
+        assert sizes.shape == (g,)
+        assert sizes.sum() == m
+        assert sizes.min() >= 0
+        np.testing.assert_array_equal(sizes, shapes.GROUPINGS[name](m, g, seed=3))
+
+
+def test_one_of_hot_groups_has_half_of_the_rows_and_the_others_share_the_rest():
+    sizes = np.sort(shapes.hot(2001, 11))
+    assert sizes[-1] == 1001
+    # 100 each of 10 on average, with a standard deviation of less than 10.
+    assert 50 < sizes[0] < sizes[-2] < 150
 
 
 @pytest.mark.parametrize("sizes", [[3, 0, 5], [8, 0, 0], [1, 3, 4]])
@@ -171,255 +172,218 @@ def test_error_on_the_device_is_the_one_on_the_host(rng, sizes):
     assert protocol.worst_group_error_on_device(want, zero, jnp.array(sizes)) == math.inf
 
 
-def test_lines_have_the_columns_of_the_header():
-    names = ["lax", "torch"]
-    header = report.header(["gnk", "gkn"], names)
-    line = report.line(record(host_bound=["torch", "pearl gkn"]), names)
-    columns = "GLM-5.3 gate_up 16 uniform 80.0 bytes 100.0 1.250 110.0* 1.375 - 1.50*"
-    assert " ".join(line.split()) == columns
-    # Numbers end where their titles end; a mark may follow.
-    for title, value in (("floor us", "80.0"), ("rows", "16"), ("torch x", "1.50")):
-        assert abs(header.index(title) + len(title) - line.index(value) - len(value)) <= 1
-
-
-def test_each_column_is_held_against_its_own_floor():
-    found = record(
-        floor_us={"bf16": 80.0, "f32": 160.0}, pearl_us={"bf16": 100.0, "f32": 200.0}, ratios={}
-    )
-    columns = "GLM-5.3 gate_up 16 uniform 80.0 bytes 100.0 1.250 200.0 1.250 -"
-    assert " ".join(report.line(found, ["torch"]).split()) == columns
-    assert "f32 us floor x" in " ".join(report.header(["bf16", "f32"], []).split())
-    assert "pearl f32 over its floor: worst 1.250" in report.summary([found], [])
-    curves = report.curves([found], ["torch"], "GLM-5.3 gate_up")
-    assert curves == {"pearl bf16": [(16, 1.25)], "pearl f32": [(16, 1.25)], "torch": [(16, 1.875)]}
-
-
-def test_summary_names_the_worst_point():
-    records = [record(), record(rows=64, gnk=160.0), record(rows=256, ratios={})]
-    assert report.summary(records, ["torch", "quack"]).splitlines() == [
-        "torch over pearl: worst 0.938 (GLM-5.3 gate_up, 64 rows, uniform), median 1.219 of 2",
-        "quack: -",
-        "pearl gnk over its floor: worst 2.000 (GLM-5.3 gate_up, 64 rows, uniform), "
-        "median 1.250 of 3",
-        "pearl gkn over its floor: worst 1.375 (GLM-5.3 gate_up, 16 rows, uniform), "
-        "median 1.375 of 3",
-    ]
-
-
-def test_curves_are_uniform_points_by_rows():
-    records = [record(rows=64), record(rows=16), record(grouping="zipf")]
-    assert report.curves(records, ["lax", "torch"], "GLM-5.3 gate_up") == {
-        "pearl gnk": [(16, 1.25), (64, 1.25)],
-        "pearl gkn": [(16, 1.375), (64, 1.375)],
-        "torch": [(16, 1.875), (64, 1.875)],
-    }
-
-
-def test_a_plot_without_matplotlib_says_how_to_get_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r"pip install 'pearl-jax\[bench\]'"):
-        report.plotting()
-
-
 def test_uneven_groupings_are_for_some_rows_only_unless_asked_for():
     fwd = peers.FORMS["fwd"]
     assert fwd.groupings(4) == ("uniform",)
     assert fwd.groupings(16) == tuple(shapes.GROUPINGS)
 
 
-TINY = shapes.Shape(g=3, k=16, n=8)
+TINY = shapes.Case("tiny", 1, shapes.Shape(g=3, k=16, n=8))
 
 
-def problem(rows, form="fwd"):
-    return peers.FORMS[form].problem(TINY, TINY.g * rows)
+def problem(rows, form="fwd", dtype="bfloat16"):
+    return peers.FORMS[form].problem(TINY.shape, TINY.shape.g * rows, dtype)
 
 
 def test_both_layouts_hold_the_same_weights():
     operands = problem(2).operands
-    (lhs, gnk), (same, gkn) = operands["gnk"], operands["gkn"]
+    (lhs, gnk), (same, gkn) = operands["gnk"][0], operands["gkn"][0]
     assert lhs is same
     np.testing.assert_array_equal(gnk, jnp.swapaxes(gkn, 1, 2))
     assert gnk.shape == (3, 8, 16)
 
 
-def test_a_program_has_few_calls_where_one_takes_long_or_writes_much(monkeypatch):
-    p, outer = problem(2), problem(2, "wgrad")
-    assert p.calls("gnk") == outer.calls("f32") == peers.MAX_CALLS
-    with monkeypatch.context() as patch:
-        patch.setattr(peers, "MAX_OUTPUT_BYTES", 2 * (2 * p.m * p.shape.n))
-        assert p.calls("gnk") == 2
-        patch.setattr(peers, "MAX_OUTPUT_BYTES", 2 * (2 * 3 * 16 * 8))
-        assert (outer.calls("bf16"), outer.calls("f32")) == (2, 1)
-    monkeypatch.setattr(peers, "ASSUMED", protocol.Peaks(bandwidth=1.0, flops=1.0))
-    assert p.calls("gnk") == 1
+def test_the_gradient_of_rows_contracts_their_columns():
+    dgrad = peers.FORMS["dgrad"]
+    assert dgrad.product(shapes.Shape(g=3, k=16, n=8)) == shapes.Shape(g=3, k=8, n=16)
+    assert dgrad.peers == peers.FORMS["fwd"].peers
 
 
-@pytest.mark.parametrize(("form", "masked"), [("fwd", 16), ("wgrad", 16 + 8)])
-def test_lax_is_left_out_where_it_would_take_too_long(monkeypatch, form, masked):
-    lax, p = peers.FORMS[form].peers["lax"], problem(2, form)
-    with monkeypatch.context() as patch:
-        patch.setattr(peers, "LAX_MAX_SECONDS", 1e-12)
-        with pytest.raises(peers.Absent, match="skipped, 3 times the arithmetic would take"):
-            lax.make(p)
-    monkeypatch.setattr(peers, "LAX_MAX_BYTES", 2 * 3 * 6 * masked)
-    lax.make(p)
-    monkeypatch.setattr(peers, "LAX_MAX_BYTES", 2 * 3 * 6 * masked - 1)
-    with pytest.raises(peers.Absent, match="skipped, would need"):
-        lax.make(p)
-
-
-def test_peers_of_an_outer_product_on_torch():
-    """What is asked of torch, by an interpreter of it in NumPy."""
-    torch = types.SimpleNamespace(
-        int32=np.int32,
-        tensor=lambda values, dtype, device: np.array(values, dtype),
-        bmm=np.matmul,
-        _grouped_mm=lambda a, b, offs: np.stack(
-            [x @ y for x, y in zip(np.split(a, offs[:-1], 1), np.split(b, offs[:-1]))]
-        ),
-    )
-
-    class Tensor(np.ndarray):  # as torch's: transpose swaps two axes
-        def t(self):
-            return self.T
-
-        def transpose(self, *axes):
-            return self.swapaxes(*axes)
-
-    rng = np.random.default_rng(0)
-    lhs, rhs = (rng.standard_normal((6, n)).view(Tensor) for n in (4, 5))
-    for make_call, sizes in (
-        (peers._torch_grouped_outer, [1, 0, 5]),
-        (peers._torch_bmm_outer, [2, 2, 2]),
-    ):
-        got = make_call(torch, lhs, rhs, np.array(sizes))()
-        ends = np.cumsum(sizes)
-        want = [np.einsum("mk,mn->kn", lhs[e - s : e], rhs[e - s : e]) for s, e in zip(sizes, ends)]
-        np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
+def test_each_dtype_of_a_weight_gradient_is_timed_once():
+    assert list(problem(2, "wgrad").columns) == ["same", "f32"]
+    assert list(problem(2, "wgrad", "float32").operands) == ["same"]
+    assert [d.name for d in problem(2).columns.values()] == ["bfloat16", "bfloat16"]
 
 
 @pytest.fixture
-def without_kernels(monkeypatch):
-    """pearl_jax in plain XLA, short bursts, and peaks for this machine."""
-    for name, form in peers.FORMS.items():
-        pearl = functools.partial(form.pearl, implementation="xla")
-        changed = dataclasses.replace(form, pearl=pearl, peers=dict(form.peers))
-        monkeypatch.setitem(peers.FORMS, name, changed)
-    monkeypatch.setattr(peers, "MAX_CALLS", 2)
+def as_on_gpu(monkeypatch):
+    """Programs of several calls."""
+    monkeypatch.setattr(forms, "on_gpu", lambda: True)
+
+
+def test_a_program_has_few_calls_where_one_takes_long_or_writes_much(as_on_gpu, monkeypatch):
+    p, outer = problem(2), problem(2, "wgrad")
+    assert p.calls("gnk") == outer.calls("f32") == forms.MAX_CALLS
+    with monkeypatch.context() as patch:
+        patch.setattr(forms, "MAX_OUTPUT_BYTES", 2 * (2 * p.m * p.shape.n))
+        assert p.calls("gnk") == 2
+        patch.setattr(forms, "MAX_OUTPUT_BYTES", 2 * (2 * 3 * 16 * 8))
+        assert (outer.calls("same"), outer.calls("f32")) == (2, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(forms, "ASSUMED", protocol.Peaks(bandwidth=1.0, flops=1.0))
+        assert p.calls("gnk") == 1
+    monkeypatch.setattr(forms, "on_gpu", lambda: False)
+    assert p.calls("gnk") == 1
+
+
+@pytest.mark.parametrize("calls", [1, 2, 3])
+def test_calls_go_through_all_copies_of_the_operands(monkeypatch, calls):
+    """Each copy has other values here; results of one round of programs are those of all."""
+    monkeypatch.setattr(protocol, "COLD_BYTES", 2000)  # of 960 in one copy
+    p = problem(2)
+    copies = p.operands["gnk"]
+    assert len(copies) == 3
+    copies[:] = [(lhs, (i + 1) * rhs) for i, (lhs, rhs) in enumerate(copies)]
+    seen = []
+
+    def function(lhs, rhs, group_sizes):
+        return pearl_jax.grouped_matmul(lhs, rhs, group_sizes, transpose_rhs=True)
+
+    ready = forms.jax_candidate(function, p, "gnk", calls=calls)(np.int32([2, 2, 2]))
+    for _ in range(-(-len(copies) // calls)):
+        seen += [float(jnp.abs(out).sum()) for out in ready.burst.start(1)]
+    want = [float(jnp.abs(function(*arrays, jnp.int32([2, 2, 2]))).sum()) for arrays in copies]
+    assert seen[:3] == pytest.approx(want, rel=2e-2)
+    assert ready.burst.calls == calls
+    assert float(jnp.abs(ready.result()).sum()) == pytest.approx(want[0], rel=2e-2)
+
+
+def test_memory_is_that_of_operands_results_and_programs():
+    wgrad, shape = peers.FORMS["wgrad"], shapes.MODELS["Kimi-K3"].gate_up
+    m, result = shape.g * 64, 4 * shape.g * shape.k * shape.n
+    operands = 2 * 2 * m * (shape.k + shape.n)
+    got = wgrad.num_bytes(shape, m, "bfloat16") - 2 * protocol.COLD_BYTES
+    assert got == operands + 4 * result
+    fwd, (g, k, n) = peers.FORMS["fwd"], (3, 16, 8)
+    got = fwd.num_bytes(TINY.shape, 6, "bfloat16") - 2 * protocol.COLD_BYTES
+    assert got == 2 * 2 * (6 * k + g * k * n) + 2 * (1 + forms.MAX_CALLS) * 2 * 6 * n
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Short samples of few copies."""
+    monkeypatch.setattr(protocol, "MIN_SAMPLE_SECONDS", 1e-4)
     monkeypatch.setattr(protocol, "BURST_SECONDS", 1e-4)
     monkeypatch.setattr(protocol, "PAUSE_SECONDS", 0)
-    monkeypatch.setitem(protocol.GPU_PEAKS, "cpu", protocol.Peaks(1e10, 1e11))
+    monkeypatch.setattr(protocol, "COLD_BYTES", 1)
 
 
-def run(names, path=None, rows=(2,), form="fwd"):
-    gpu.run(
-        {"tiny": TINY},
+def run(names, path=None, rows=(2,), form="fwd", dtype="bfloat16", case=TINY):
+    grouped_matmul.run(
         form,
-        rows=rows,
-        groupings=["uniform", "one_hot"],
+        [(case, mean, ["uniform", "one_hot"]) for mean in rows],
+        dtype=dtype,
         names=names,
-        rounds=1,
-        measure_peaks=False,
-        json_path=path,
-        plot_path=None,
+        rounds=2,
+        peaks=protocol.Peaks(1e10, 1e11),
+        path=path,
     )
+    return results.read(path) if path else None
 
 
-def test_a_run_has_a_line_for_each_point_and_writes_them(without_kernels, capsys, tmp_path):
-    run(["lax"], tmp_path / "found.json", rows=(2, 4))
+def test_a_run_has_a_line_for_each_point_and_keeps_them(quick, capsys, tmp_path):
+    rows = run(["lax", "dense"], tmp_path / "found.csv", rows=(2, 4))
     out = capsys.readouterr().out
-    assert [line.split()[1:3] for line in out.splitlines() if line.startswith("tiny")] == [
+    assert [line.split()[2:4] for line in out.splitlines() if line.startswith("tiny")] == [
         [rows, grouping] for rows in ("2", "4") for grouping in ("uniform", "one_hot")
     ]
     assert "lax over pearl: worst" in out
-    written = json.loads((tmp_path / "found.json").read_text())
-    assert written["rounds"] == 1
-    assert written["records"][0]["group_sizes"] == [2, 2, 2]
-    assert set(written["records"][0]["samples"]) == {"pearl gnk", "pearl gkn", "lax"}
+    assert "#" not in out  # that dense takes even groups only goes without saying
+    first = {(r.candidate, r.layout): r for r in rows if r.cell == rows[0].cell}
+    both = [("pearl", x) for x in ("gnk", "gkn")], [("dense", x) for x in ("gnk", "gkn")]
+    assert set(first) == {*both[0], *both[1], ("lax", "gkn")}
+    assert len(rows) == 4 * len(first)
+    for row in first.values():
+        assert (row.g, row.k, row.n, row.rows, row.grouping) == (3, 16, 8, 2, "uniform")
+        assert row.min_us <= row.us <= row.max_us
+        floor = protocol.grouped_matmul_floor(
+            16, 8, np.array([2, 2, 2]), protocol.Peaks(1e10, 1e11)
+        )
+        assert row.floor_us == pytest.approx(1e6 * floor.seconds, abs=1e-3)
+    uneven = [r for r in rows if r.grouping == "one_hot" and r.candidate == "dense"]
+    assert {(r.timed, r.note) for r in uneven} == {(False, grouped_matmul.UNEVEN)}
 
 
-def test_a_run_of_the_weight_gradient(without_kernels, capsys, tmp_path):
-    run(None, tmp_path / "found.json", form="wgrad")
-    out = capsys.readouterr().out
-    header, *lines = [s for s in out.splitlines() if s.startswith(("case", "tiny"))]
-    columns = "bound bf16 us floor x f32 us floor x lax x mosaic x torch x bmm x tokamax x"
-    assert " ".join(header.split()).endswith(columns)
-    assert [line.split()[1:3] for line in lines] == [["2", "uniform"], ["2", "one_hot"]]
-    assert "pearl f32 over its floor: worst" in out
-    assert "differs" not in out
-    written = json.loads((tmp_path / "found.json").read_text())
-    assert written["form"] == "wgrad"
-    uniform, one_hot = written["records"]
-    assert {"pearl bf16", "pearl f32", "lax"} <= set(uniform["samples"])
-    assert set(uniform["floor_us"]) == {"bf16", "f32"}
-    # All groups are written, with rows or without.
-    assert uniform["floor_us"] == one_hot["floor_us"]
+@pytest.mark.parametrize("form", ["fwd", "dgrad", "wgrad"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_all_that_a_cpu_runs_agrees(quick, capsys, tmp_path, form, dtype):
+    names = [name for name, peer in peers.FORMS[form].peers.items() if peer.on_cpu]
+    rows = run(names, tmp_path / "found.csv", form=form, dtype=dtype)
+    assert names == ["lax", "dense"]
+    assert "differs" not in capsys.readouterr().out
+    timed = {(r.peer, r.layout) for r in rows if r.timed and r.grouping == "uniform"}
+    if form == "wgrad":
+        f32 = {("pearl", "f32")} if dtype != "float32" else set()
+        assert timed == {("pearl", "same"), ("lax", "same"), ("dense", "same")} | f32
+        # All groups are written, with rows or without.
+        assert len({r.floor_us for r in rows if r.layout == "same"}) == 1
+    else:
+        assert len(timed) == 5
 
 
-def test_a_wrong_weight_gradient_is_found_in_its_group(without_kernels, monkeypatch, capsys):
+def test_what_a_file_has_is_not_timed_again(quick, capsys, monkeypatch, tmp_path):
+    path = tmp_path / "found.csv"
+    before = run(["lax"], path)
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        patch.setattr(protocol, "measure", None)
+        assert run(["lax"], path) == before
+        patch.setattr(forms.Form, "problem", None)
+        assert run(["lax"], path) == before
+    assert "tiny" not in capsys.readouterr().out
+    # An interrupted run: the second cell is not there.
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(x for x in lines if "one_hot" not in x))
+    after = run(["lax"], path)
+    assert [r.cell for r in after] == [r.cell for r in before]
+    # Another peer is timed, in turn with pearl_jax.
+    more = run(["lax", "dense"], path)
+    assert {r.peer for r in more[len(after) :]} == {"pearl", "lax", "dense"}
+
+
+def test_a_case_that_does_not_fit_is_said_and_kept(quick, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(grouped_matmul, "memory", lambda: 2**30)
+    monkeypatch.setattr(forms.Form, "problem", None)
+    case = shapes.Case("large", 1, shapes.Shape(16, 2**12, 2**13))
+    rows = run(["lax"], tmp_path / "found.csv", case=case)
+    note = "needs 2.0 GiB, there are 1.0"
+    assert [(r.candidate, r.note, r.timed) for r in rows] == [("pearl", note, False)] * 2
+    assert f"# over 1 devices: {note} (from large with 2 rows on)" in capsys.readouterr().out
+    assert run(["lax"], tmp_path / "found.csv", case=case) == rows
+
+
+def jax_peer(function, column="gkn"):
+    def variants(p, column):
+        return {"": forms.jax_candidate(function, p, column)}
+
+    return forms.Peer((column,), variants, "jax")
+
+
+def test_a_wrong_weight_gradient_is_found_in_its_group(quick, monkeypatch, capsys):
     def wrong(lhs, rhs, group_sizes):
         return pearl_jax.grouped_outer(lhs, rhs, group_sizes).at[1].mul(1.1)
 
-    monkeypatch.setitem(peers.FORMS["wgrad"].peers, "wrong", jax_peer(wrong, "bf16"))
+    monkeypatch.setitem(peers.FORMS["wgrad"].peers, "wrong", jax_peer(wrong, "same"))
     run(["wrong", "lax"], form="wgrad")
     out = capsys.readouterr().out
     assert re.search(r"# wrong: differs from pearl_jax by (9\.\de-02|1\.0e-01) in a group", out)
-    assert "lax over pearl: worst" in out
 
 
-def test_kernels_of_other_projects_get_the_operands_of_an_outer_product(
-    without_kernels, monkeypatch, capsys
-):
-    def mosaic(lhs, rhs, *, group_sizes, block_m, block_n, **options):
-        assert options == {"block_k": 64, "max_concurrent_steps": 4, "grid_block_n": 4}
-        return pearl_jax.grouped_outer(lhs, rhs, group_sizes)
-
-    def tokamax(lhs, rhs, group_sizes, ragged_dot_dimension_numbers, *, implementation):
-        assert implementation == "mosaic"
-        return pearl_jax.ragged_dot_general(lhs, rhs, group_sizes, ragged_dot_dimension_numbers)
-
-    modules = {
-        "jax.experimental.pallas.ops.gpu.transposed_ragged_dot_mgpu": types.SimpleNamespace(
-            transposed_ragged_dot=mosaic
-        ),
-        "tokamax": types.SimpleNamespace(ragged_dot_general=tokamax),
-    }
-    monkeypatch.setattr(peers, "import_peer", modules.__getitem__)
-    run(["mosaic", "tokamax"], form="wgrad")
-    out = capsys.readouterr().out
-    assert "#" not in out
-    for name in "mosaic", "tokamax":
-        assert f"{name} over pearl: worst" in out
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (["--form", "wgrad", "--peers", "quack"], "wgrad has no peer quack"),
-        (["--form", "dgrad"], "invalid choice: 'dgrad'"),
-    ],
-)
-def test_forms_and_peers_that_there_are_not(monkeypatch, capsys, given, message):
-    monkeypatch.setattr(sys, "argv", ["grouped_matmul", *given])
-    with pytest.raises(SystemExit):
-        grouped_matmul.main()
-    assert message in capsys.readouterr().err
-
-
-def test_absent_and_failing_peers_are_said_once(without_kernels, monkeypatch, capsys):
+def test_absent_and_failing_peers_are_said_once_and_kept(quick, monkeypatch, capsys, tmp_path):
     def fails(lhs, rhs, group_sizes):
         raise ValueError("no\nsuch   tile")
 
     monkeypatch.setitem(peers.FORMS["fwd"].peers, "failing", jax_peer(fails))
     monkeypatch.setitem(sys.modules, "tokamax", None)
-    run(["tokamax", "failing"], rows=(2, 4))
+    rows = run(["tokamax", "failing"], tmp_path / "found.csv", rows=(2, 4))
     notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("#")]
     assert len(notes) == 2
     assert notes[0].startswith("# tokamax: tokamax cannot be imported: ModuleNotFoundError")
     assert notes[1] == "# failing: ValueError: no such tile (from tiny with 2 rows on)"
+    assert [r.note for r in rows if r.candidate == "failing"] == ["ValueError: no such tile"] * 4
 
 
-def test_a_peer_that_is_wrong_is_not_timed(without_kernels, monkeypatch, capsys):
+def test_a_peer_that_is_wrong_is_not_timed(quick, monkeypatch, capsys):
     def wrong(lhs, rhs, group_sizes):
         return 1.1 * pearl_jax.grouped_matmul(lhs, rhs, group_sizes)
 
@@ -433,31 +397,46 @@ def test_a_peer_that_is_wrong_is_not_timed(without_kernels, monkeypatch, capsys)
         run(["wrong", "too"])
 
 
-def jax_peer(function, column="gkn"):
-    return peers.Peer(column, lambda p, column: {"": peers.jax_candidate(function, p, column)})
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--form", "fwd", "wgrad", "--peers", "triton"], "wgrad has no peer triton"),
+        (["--form", "bwd"], "invalid choice: 'bwd'"),
+        (["--expert-parallel", "0"], "must be at least 1"),
+        (["--rows", "4", "0"], "must be at least 1"),
+    ],
+)
+def test_bad_arguments(capsys, given, message):
+    with pytest.raises(SystemExit):
+        grouped_matmul.main(given)
+    assert message in capsys.readouterr().err
 
 
-def test_the_fastest_variant_counts():
-    timings = {
-        name: protocol.BurstTiming(seconds, [seconds], False)
-        for name, seconds in {
-            "pearl gnk": 1e-4,
-            "pearl gkn": 2e-4,
-            "mosaic 64x256": 3e-4,
-            "mosaic 128x128": 4e-4,
-        }.items()
-    }
-    sizes = np.array([2, 2, 2])
-    peaks = protocol.Peaks(1e12, 1e15)
-    found = gpu.make_record("x", problem(2), "uniform", sizes, timings, peaks)
-    assert found.rows == 2
-    assert found.peer_us == {"mosaic": pytest.approx(300)}
-    assert found.ratios == {"mosaic": pytest.approx(1.5)}
-    assert set(found.samples) == set(timings)
+def test_a_cpu_gets_shapes_scaled_down(monkeypatch):
+    given = {}
+    monkeypatch.setattr(protocol, "measure_peaks", lambda dtype: protocol.Peaks(1e10, 1e11))
+    monkeypatch.setattr(grouped_matmul.jax.config, "update", lambda *args: None)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    monkeypatch.setattr(
+        grouped_matmul, "run", lambda form, points, **options: given.update({form: points})
+    )
+    argv = ["--cpu", "--case", "headline", "Qwen3-235B", "--projection", "down"]
+    grouped_matmul.main([*argv, "--expert-parallel", "1", "8", "--form", "fwd", "wgrad"])
+    want = [
+        (shapes.Case(name, devices, shapes.Shape(*shape)), rows, ("uniform", "zipf"))
+        for name, devices, shape in (
+            ("headline", 1, (32, 1024, 1024)),
+            ("Qwen3-235B down", 1, (32, 192, 512)),
+            ("Qwen3-235B down", 8, (16, 192, 512)),
+        )
+        for rows in (16, 64)
+    ]
+    assert given == {"fwd": want, "wgrad": want}
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100f"])
-def test_every_tile_is_tuned(without_kernels, capsys, arch):
+def test_every_tile_is_tuned(quick, capsys, arch):
     shape = shapes.Shape(g=2, k=64, n=64)
     losses = tune.run_case(arch, "tiny", shape, "gnk", rows=[2], groupings=["uniform"], rounds=1)
     header, line = capsys.readouterr().out.splitlines()
@@ -465,19 +444,6 @@ def test_every_tile_is_tuned(without_kernels, capsys, arch):
     for tile in tiling.tiles(arch, "dgrad"):
         assert str(tile) in header
     assert line.split()[:2] == ["2", "uniform"]
-
-
-def test_on_a_cpu_all_but_the_headline_are_scaled_down(monkeypatch, capsys):
-    monkeypatch.setattr(protocol, "measure_peaks", lambda dtype: protocol.Peaks(1e10, 1e11))
-    seen = []
-    monkeypatch.setattr(cpu, "run_shape", lambda *args: seen.append(args[:4]))
-    monkeypatch.setattr(cpu.jax.config, "update", lambda *args: None)
-    cases = {cpu.HEADLINE: cpu.HEADLINE_SHAPE} | shapes.cases(["Qwen3-235B"], ["down"])
-    cpu.run(cases, "float32", 1)
-    assert seen == [
-        ("headline", shapes.Shape(32, 1024, 1024), 512, ("uniform",)),
-        ("Qwen3-235B down", shapes.Shape(16, 192, 512), 512, ("uniform", "zipf")),
-    ]
 
 
 def test_loops_of_a_disassembly():

@@ -1,28 +1,17 @@
 """The benchmark of a whole layer: its arithmetic, and what it does with peers; no GPU is needed."""
 
-import csv
+import dataclasses
 import functools
-import importlib
 import math
-import sys
-import types
-from pathlib import Path
 
+import benchmarks_by_path  # noqa: F401
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import pearl_jax
-
-# By its path: with the root on sys.path, the source folder would hide the installed pearl_jax.
-package = types.ModuleType("benchmarks")
-package.__path__ = [str(Path(__file__).parents[1] / "benchmarks")]
-sys.modules.setdefault("benchmarks", package)
-moe_layer, peers, protocol, shapes = (
-    importlib.import_module(f"benchmarks.{name}")
-    for name in ("moe_layer", "peers", "protocol", "shapes")
-)
+from benchmarks import forms, moe_layer, results, shapes
 
 MODEL = shapes.Model(16, 8, num_experts=8, top_k=2, expert_parallel=2)
 
@@ -95,10 +84,12 @@ def run_point(capsys, monkeypatch, **contractions):
     monkeypatch.setattr(
         moe_layer, "CONTRACTIONS", {"pearl": moe_layer.CONTRACTIONS["pearl"], **contractions}
     )
+    monkeypatch.setattr(moe_layer, "PACKAGES", dict.fromkeys(moe_layer.CONTRACTIONS, "jax"))
     layer = moe_layer.random_layer(MODEL)
     names = list(moe_layer.CONTRACTIONS)
-    records = moe_layer.run_point("tiny", MODEL, layer, 12, names, rounds=1)
-    return records, capsys.readouterr().out.splitlines()
+    blank = moe_layer.describe("tiny", MODEL, 12)
+    rows = moe_layer.run_point(blank, MODEL, layer, names, rounds=1)
+    return rows, capsys.readouterr().out.splitlines()
 
 
 def test_peers_that_fail_or_are_wrong_are_said_and_not_timed(capsys, monkeypatch):
@@ -109,15 +100,18 @@ def test_peers_that_fail_or_are_wrong_are_said_and_not_timed(capsys, monkeypatch
         return 1.1 * pearl_jax.grouped_matmul(lhs, rhs, group_sizes)
 
     monkeypatch.setattr(moe_layer, "PASSES", ("forward",))
-    records, lines = run_point(
+    rows, lines = run_point(
         capsys,
         monkeypatch,
         failing=lambda *args: fails,
         wrong=lambda *args: wrong,
         lax=moe_layer._lax,
-        absent=lambda *args: peers.import_peer("no_such_module"),
+        absent=lambda *args: forms.import_peer("no_such_module"),
     )
-    assert {r.candidate for r in records if r.part == "forward"} == {"pearl", "lax"}
+    assert {r.candidate for r in rows if r.form == "forward" and r.timed} == {"pearl", "lax"}
+    notes = {r.candidate: r.note for r in rows if r.note}
+    assert list(notes) == ["failing", "wrong", "absent"]
+    assert notes["failing"] == "ValueError: no such tile"
     assert lines[0].split()[:3] == ["tiny", "12", "forward"]
     assert lines[1].startswith("  parts, us: router ")
     assert lines[2] == "# failing, forward: ValueError: no such tile"
@@ -128,38 +122,44 @@ def test_peers_that_fail_or_are_wrong_are_said_and_not_timed(capsys, monkeypatch
 def test_lax_and_mosaic_are_left_out_where_they_cannot_do_it(monkeypatch):
     glm = moe_layer.LAYERS["GLM-5.3"]
     assert moe_layer._lax(glm, 512, 3) is jax.lax.ragged_dot
-    with pytest.raises(peers.Absent, match=r"skipped, 32 times the arithmetic would take 1\.8 s"):
+    with pytest.raises(forms.Absent, match=r"skipped, 32 times the arithmetic would take 1\.8 s"):
         moe_layer._lax(glm, 24576, 3)
     monkeypatch.setattr(moe_layer, "LAX_MAX_SECONDS", math.inf)
-    with pytest.raises(peers.Absent, match="skipped, would need 72 GiB"):
+    with pytest.raises(forms.Absent, match="skipped, would need 72 GiB"):
         moe_layer._lax(glm, 24576, 1)
-    with pytest.raises(peers.Absent, match="it has no gradient"):
+    with pytest.raises(forms.Absent, match="it has no gradient"):
         moe_layer._mosaic(glm, 64, 3)
 
 
 def test_lines_have_the_columns_of_the_header():
-    record = functools.partial(moe_layer.Record, "GLM-5.3", 64, "step")
-    records = [record("pearl", 812.4, 1.0, 5.2, False), record("lax", 1624.8, 2.0, 9.0, True)]
+    blank = moe_layer.describe("GLM-5.3", moe_layer.LAYERS["GLM-5.3"], 64)
+    row = functools.partial(dataclasses.replace, blank, form="step")
+    rows = [
+        row(candidate="pearl", us=812.4, gib=5.2),
+        row(candidate="lax", us=1624.8, gib=9.0, host_bound=True),
+    ]
     names = ["pearl", "lax", "mosaic"]
-    header, line = moe_layer.header(names), moe_layer.line(records, names)
+    header, line = moe_layer.header(names), moe_layer.line(rows, names)
     assert line.split() == ["GLM-5.3", "64", "step", "812", "2.00*", "-", "5.20", "9.00", "-"]
     for title, value in (("pearl us", "812"), ("lax x", "2.00*"), ("lax GiB", "9.00")):
         assert header.index(title) + len(title) == line.index(value) + len(value)
+    assert (blank.g, blank.k, blank.n, blank.ep) == (32, 6144, 2048, 8)
 
 
-def test_a_run_on_a_cpu_writes_every_time(capsys, tmp_path):
+def test_a_run_on_a_cpu_keeps_every_time_and_makes_it_once(capsys, tmp_path, monkeypatch):
     path = tmp_path / "times.csv"
-    moe_layer.main(
-        ["--cpu", "--layer", "Qwen3-30B-A3B", "--peers", "lax", "--rounds", "1", "--csv", str(path)]
-    )
-    with path.open() as file:
-        rows = list(csv.DictReader(file))
-    assert [(r["part"], r["candidate"]) for r in rows[:4]] == [
+    argv = ["--cpu", "--layer", "Qwen3-30B-A3B", "--peers", "lax", "--rounds", "1", "--csv"]
+    moe_layer.main([*argv, str(path)])
+    rows = results.read(path)
+    assert [(r.form, r.candidate) for r in rows[:4]] == [
         (name, candidate) for name in moe_layer.PASSES for candidate in ("pearl", "lax")
     ]
     assert len(rows) == 4 + 7
-    assert all(float(r["us"]) > 0 for r in rows)
+    assert all(r.us > 0 and r.gib > 0 for r in rows)
     assert "Qwen3-30B-A3B" in capsys.readouterr().out
+    monkeypatch.setattr(moe_layer, "random_layer", None)
+    moe_layer.main([*argv, str(path)])
+    assert results.read(path) == rows
 
 
 @pytest.mark.parametrize(
