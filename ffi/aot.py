@@ -52,6 +52,23 @@ sys.modules["pearl_jax"] = _package
 from pearl_jax import tiling  # noqa: E402
 
 
+def kernels(arch, extra_tiles):
+    """Those of tiling, and of "arch:form:tile,..." those for arch: bfloat16, wide."""
+    specs = tiling.kernels(arch)
+    for text in filter(None, extra_tiles.split(",")):
+        found = re.fullmatch(r"(\w+):(\w+):(\d+)x(\d+)x(\d+)c(\d+)(_pair)?(_rows_on_m)?", text)
+        if not found or found[2] not in FORMS:
+            raise SystemExit(f"extra tiles are written arch:form:tile, got {text!r}")
+        ctas = 2 if found[7] else 1
+        tile = tiling.TileConfig(*map(int, found.groups()[2:6]), ctas, bool(found[8]))
+        if found[1] == arch:
+            valid, reason = tiling.is_valid(arch, tile)
+            if not valid:
+                raise SystemExit(f"extra tile {text}: {reason}")
+            specs.append(tiling.KernelSpec(arch, found[2], "bfloat16", "bfloat16", True, tile))
+    return list(dict.fromkeys(specs))
+
+
 def start_worker(arch):
     # The DSL reads these when it is imported. Without a GPU, and without the first, it takes
     # the target for sm_100 and can export nothing else.
@@ -133,10 +150,12 @@ def main():
     parser.add_argument("--arch", choices=MODULES, required=True)
     parser.add_argument("--out", type=Path, required=True, help="folder of the objects")
     parser.add_argument("--only", default="*", metavar="PATTERN", help="of the kernels' names")
+    parser.add_argument("--extra-tiles", default="", help="arch:form:tile,... beside the table's")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--list", action="store_true", help="print the objects and stop")
     args = parser.parse_args()
-    specs = [s for s in tiling.kernels(args.arch) if fnmatch.fnmatch(s.name, args.only)]
+    specs = kernels(args.arch, args.extra_tiles)
+    specs = [s for s in specs if fnmatch.fnmatch(s.name, args.only)]
     if args.list:
         print(*(args.out / f"{s.name}.o" for s in specs), sep="\n")
         return
