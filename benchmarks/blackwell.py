@@ -225,6 +225,7 @@ def main():
 def run_on_gpu():
     """Everything that a Blackwell GPU is needed for."""
     from pearl_jax import library
+    from pearl_jax.model_shapes import MODELS
 
     arch = library.present_arch()
     if arch != ARCH:
@@ -234,7 +235,7 @@ def run_on_gpu():
     python = [sys.executable, "-m"]
     for command in (
         [*python, "pytest", "-q", "-m", "gpu", "tests/gpu"],
-        [*python, "benchmarks.tune"],
+        [*python, "pearl_jax.autotune", "--shapes", *MODELS],
         [*python, "benchmarks.grouped_matmul", "--measure-peaks"],
     ):
         print("==", *command[1:], flush=True)

@@ -27,8 +27,8 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks import forms, moe_layer, protocol, shapes
-from pearl_jax import moe, routing
+from benchmarks import forms, moe_layer, shapes
+from pearl_jax import moe, routing, timing
 from pearl_jax.expert_parallel import ExpertParallel
 
 TOKENS = (64, 512, 4096, 32768)
@@ -77,7 +77,7 @@ def make_problem(model, num_tokens, seed=0):
 
 def compiled_burst(function, *operands):
     program = jax.jit(function).lower(*operands).compile()
-    burst = protocol.jax_burst(program, operands)
+    burst = timing.jax_burst(program, operands)
     burst.wait(burst.start(1))
     return burst
 
@@ -122,7 +122,7 @@ def run_point(model, mesh, experts, num_tokens, strategies, rounds):
             print(f"# {strategy}: differs from one device by {error:.1e}, not timed", flush=True)
 
     us = {
-        key: 1e6 * timing.seconds for key, timing in protocol.measure_bursts(bursts, rounds).items()
+        key: 1e6 * timing.seconds for key, timing in timing.measure_bursts(bursts, rounds).items()
     }
     one, dense = us["one device", "forward"], us["dense", "exchanges"]
     print(f"{num_tokens:>6}  {'one device':<11}{one:>11.0f}")

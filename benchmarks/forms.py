@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 import pearl_jax
 from benchmarks import protocol, shapes
+from pearl_jax import timing
 
 MAX_CALLS = 4  # of one program on a GPU: from 5 on XLA makes a graph, whose calls may overlap
 MAX_CPU_COPIES = 64  # of the operands
@@ -121,7 +122,7 @@ class Problem:
         if not on_gpu():
             return 1
         floor = self.floor(shapes.uniform(self.m, self.shape.g), column, ASSUMED)
-        enough = math.ceil(protocol.BURST_SECONDS / floor.seconds)
+        enough = math.ceil(timing.BURST_SECONDS / floor.seconds)
         num_bytes = math.prod(self.result_shape) * self.columns[column].itemsize
         return max(1, min(enough, MAX_OUTPUT_BYTES // num_bytes, MAX_CALLS))
 
@@ -152,7 +153,7 @@ class Peer:
 class Ready:
     """A candidate with its group sizes: what is timed, and the result of one call."""
 
-    burst: protocol.Burst
+    burst: timing.Burst
     result: Callable[[], jax.Array]
 
 
@@ -189,7 +190,7 @@ def jax_candidate(
             with context():
                 executables.append(program.lower(given[0]).compile(compiler_options))
         (run,), turns = executables, itertools.cycle(given)
-        burst = protocol.jax_burst(lambda: run(next(turns)), (), calls)
+        burst = timing.jax_burst(lambda: run(next(turns)), (), calls)
         return Ready(burst, lambda: run(given[0])[0])
 
     return bind
@@ -224,7 +225,7 @@ def torch_candidate(make_call, problem, column):
             found = finish(out) if finish else out
             return jnp.from_dlpack(found.reshape(problem.result_shape))
 
-        return Ready(protocol.Burst(start, wait, calls), result)
+        return Ready(timing.Burst(start, wait, calls), result)
 
     return bind
 

@@ -38,6 +38,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import forms, host, peers, protocol, report, results, shapes
+from pearl_jax import timing
 
 # Largest relative error of a group between two candidates.
 TOLERANCES = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3}
@@ -185,7 +186,7 @@ class Run:
                 for (candidate, _), note in (absent | notes).items():
                     if note != UNEVEN:
                         self.output.note(f"{candidate}: {note}", where)
-                timings = protocol.measure(bursts, self.rounds)
+                timings = timing.measure(bursts, self.rounds)
                 cell = dataclasses.replace(cell, date=results.now())
                 self._keep(self._rows(cell, problem, sizes, timings, absent | notes))
         for _ in groupings:

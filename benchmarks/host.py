@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 import pearl_jax
-from benchmarks import protocol
+from pearl_jax import timing
 
 FUNCTIONS = {"pearl": pearl_jax.grouped_matmul, "lax": jax.lax.ragged_dot}
 CALLS = 64  # of one program
@@ -50,13 +50,13 @@ def measure_calls(dtype, rounds):
     for name, function in FUNCTIONS.items():
         one = jax.jit(function)
         many = jax.jit(lambda lhs, rhs, all_sizes, f=one: [f(lhs, rhs, s) for s in all_sizes])
-        each[name] = protocol.jax_burst(one, (lhs, rhs, all_sizes[0]))
-        together[name] = protocol.jax_burst(many, (lhs, rhs, all_sizes), CALLS)
+        each[name] = timing.jax_burst(one, (lhs, rhs, all_sizes[0]))
+        together[name] = timing.jax_burst(many, (lhs, rhs, all_sizes), CALLS)
     found = []
     for bursts in each, together:
         for burst in bursts.values():
             burst.wait(burst.start(1))
-        found.append(protocol.measure_bursts(bursts, rounds))
+        found.append(timing.measure_bursts(bursts, rounds))
     return {name: [1e6 * timings[name].seconds for timings in found] for name in FUNCTIONS}
 
 

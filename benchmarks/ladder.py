@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import forms, peers, protocol, shapes
-from pearl_jax import TileConfig, library, tiling
+from pearl_jax import TileConfig, library, tiling, timing
 
 ARCH = "sm_90a"
 TOLERANCE = 1e-2  # largest relative error of a group, in bfloat16
@@ -94,7 +94,7 @@ def measure(step, shape, rounds) -> tuple[float, float]:
     if not error <= TOLERANCE:
         raise RuntimeError(f"{step.tile} and {step.without} differ by {error:.1e} in a group")
     bursts = {tile: x.burst for tile, x in ready.items()}
-    timings = protocol.measure(bursts, rounds)
+    timings = timing.measure(bursts, rounds)
     return 1e6 * timings[step.tile].seconds, 1e6 * timings[step.without].seconds
 
 

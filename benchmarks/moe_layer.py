@@ -31,8 +31,8 @@ import jax
 import jax.numpy as jnp
 
 import pearl_jax
-from benchmarks import forms, peers, protocol, results, shapes
-from pearl_jax import library, moe, routing
+from benchmarks import forms, peers, results, shapes
+from pearl_jax import library, moe, routing, timing
 
 LAYERS = {name: shapes.MODELS[name] for name in ("GLM-5.3", "Qwen3-30B-A3B", "Mixtral-8x7B")}
 TOKENS = (64, 512, 8192)
@@ -176,7 +176,7 @@ def _sort(experts, num_experts):
 class Program(NamedTuple):
     """A compiled program of some calls: what is timed, and the bytes that it needs at once."""
 
-    burst: protocol.Burst
+    burst: timing.Burst
     num_bytes: int
 
 
@@ -186,7 +186,7 @@ def compile_calls(function, operands, calls=1) -> Program:
     first = [operands[0]] + [jax.tree.map(jnp.copy, operands[0]) for _ in range(calls - 1)]
     program = jax.jit(lambda first, *others: [function(x, *others) for x in first])
     compiled = program.lower(first, *operands[1:]).compile()
-    burst = protocol.jax_burst(compiled, (first, *operands[1:]), calls)
+    burst = timing.jax_burst(compiled, (first, *operands[1:]), calls)
     burst.wait(burst.start(1))
     sizes: Any = compiled.memory_analysis()
     needed = sizes.argument_size_in_bytes + sizes.output_size_in_bytes + sizes.temp_size_in_bytes
@@ -222,7 +222,7 @@ def compile_candidates(name, model, operands, candidates, reasons) -> dict[str, 
 
 def measure(programs, rounds, layer) -> list[results.Row]:
     """programs: (form, candidate) -> Program; layer: a line with what they have in common."""
-    timings = protocol.measure({key: p.burst for key, p in programs.items()}, rounds)
+    timings = timing.measure({key: p.burst for key, p in programs.items()}, rounds)
     return [
         dataclasses.replace(
             results.with_times(layer, timing),

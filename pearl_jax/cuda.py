@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pearl_jax import library, reference, tiling
+from pearl_jax import library, reference, tiling, tuned
 
 _log = logging.getLogger(__name__)
 
@@ -113,7 +113,9 @@ def _matmul(lhs, rhs, group_sizes, group_offset, *, transpose_rhs, precision, ou
     rhs = _pad(rhs, pad_n, pad_k) if transpose_rhs else _pad(rhs, pad_k, pad_n)
     form, num_sizes = tiling.matmul_form(transpose_rhs), group_sizes.shape[-1]
     dtype, kernel_out = _kernel_dtypes(lhs, rhs, out_dtype)
-    choose = lambda arch: tiling.choose_kernel_tile(arch, form, m, n, num_sizes)
+    # Of the groups at hand, in all batches: their share of the rows.
+    here = math.prod(batch) * m * g // num_sizes
+    choose = lambda arch: tuned.choose(arch, form, here, k, n, math.prod(batch) * g)
     kernels = _kernels(form, dtype, kernel_out, k + pad_k, n + pad_n, tile, choose)
     shape = (math.prod(batch), m, n + pad_n)
     call = _ffi_call("grouped_matmul", kernels, jax.ShapeDtypeStruct(shape, kernel_out))
@@ -156,7 +158,9 @@ def _outer(
     pad_k, pad_n = _padding("grouped_outer", k, n)
     lhs, rhs = _pad(lhs, 0, pad_k), _pad(rhs, 0, pad_n)
     dtype, kernel_out = _kernel_dtypes(lhs, rhs, out_dtype)
-    choose = lambda arch: tiling.choose_outer_tile(arch, k, n)
+    results = math.prod(out_batch) * num_groups
+    here = math.prod(batch) * m * num_groups // max(group_sizes.shape[-1], 1)
+    choose = lambda arch: tuned.choose(arch, "wgrad", here, k, n, results)
     kernels = _kernels("wgrad", dtype, kernel_out, k + pad_k, n + pad_n, tile, choose)
     shape = (math.prod(out_batch), num_groups, k + pad_k, n + pad_n)
     result = jax.ShapeDtypeStruct(shape, kernel_out)

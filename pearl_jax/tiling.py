@@ -52,6 +52,7 @@ class TileConfig:
 
 
 FORMS = ("fwd", "dgrad", "wgrad")
+ARCHS = ("sm_90a", "sm_100f")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,15 +210,15 @@ def tensor_memory_columns(tile) -> int:
 
 
 # The tiles of each architecture, by form: for groups of up to so many rows on average, those
-# to choose from (see choose_kernel_tile).
+# to choose from (see cost.py).
 #
-# Hopper, measured on an H200 with 32 groups, k = 6144, n = 4096 and even and uneven sizes
-# (benchmarks/notes/hopper.md):
-#   few rows   weights stream at 4.5 TB/s; groups of over 64 rows would read theirs twice
-#   some rows  weights still bound the time, and the tile covers groups of twice the mean.
-#              For k contiguous, requests 256 bytes wide over 256 columns matter most;
-#              else many small stages, and rows shared by two multiprocessors
-#   more rows  arithmetic bounds the time, and 256 x 128 needs the least traffic for it
+# Hopper, measured on an H200 (benchmarks/notes/hopper.md):
+#   64 x 256   most bytes in flight, and least traffic of rows; groups of over 64 rows would
+#              read their weights twice
+#   128 x 256, 192 x 128   the same for larger groups. For k contiguous requests 256 bytes wide
+#              over 256 columns matter most; else many small stages, and rows shared by two
+#              multiprocessors
+#   256 x 128  needs the least traffic for its arithmetic
 #
 # Blackwell, from the arithmetic and not measured: 8 TB/s and a latency of 1 us need 54 KB in
 # flight on each of 148 multiprocessors, and below 318 rows memory bounds the time
@@ -242,12 +243,11 @@ _BLACKWELL = (
 )
 _TILES = {
     "sm_90a": {
-        "dgrad": ((24, _FEW), (96, TileConfig(128, 256)), (math.inf, _MORE)),
-        "fwd": ((24, _FEW), (144, TileConfig(192, 128, 64, 2)), (math.inf, _MORE)),
+        "dgrad": ((math.inf, _FEW, TileConfig(128, 256), _MORE),),
+        "fwd": ((math.inf, _FEW, TileConfig(192, 128, 64, 2), _MORE),),
     },
     "sm_100f": {"dgrad": _BLACKWELL, "fwd": _BLACKWELL},
 }
-_MULTIPROCESSORS = {"sm_90a": 132, "sm_100f": 148}
 _STORE_COLUMNS = {"sm_90a": 8, "sm_100f": 16}  # of 16 bits, in one store
 
 
@@ -283,24 +283,9 @@ def kernel(arch, form, dtype, out_dtype, k, n, tile) -> KernelSpec:
     return KernelSpec(arch, form, dtype, out_dtype, wide, tile)
 
 
-def choose_kernel_tile(arch, form, m, n, num_groups) -> TileConfig:
-    """The work tile for m rows in num_groups groups and n columns.
-
-    By the mean rows of a group; of several the first with which the busiest multiprocessor
-    has little more to do than with the best one.
-    """
-    mean = m / max(num_groups, 1)
-    candidates = next(some for most, *some in _TILES[arch][form] if mean <= most)
-
-    def most_work(tile):
-        columns = math.ceil(n / (tile.n * tile.cluster))
-        work_tiles = max(num_groups, 1) * math.ceil(mean / tile.m) * columns
-        rounds = math.ceil(work_tiles / (_MULTIPROCESSORS[arch] // (tile.ctas * tile.cluster)))
-        return rounds * tile.m * tile.n / tile.ctas
-
-    # Sizes are uneven in a way not known here, which makes small differences meaningless.
-    most = 1.1 * min(map(most_work, candidates))
-    return next(tile for tile in candidates if most_work(tile) <= most)
+def candidates(arch, form, mean) -> tuple[TileConfig, ...]:
+    """The tiles to choose from for groups of so many rows on average."""
+    return next(tuple(some) for most, *some in _TILES[arch][form] if mean <= most)
 
 
 def choose_outer_tile(arch, k, n) -> TileConfig:

@@ -25,9 +25,8 @@ from benchmarks import (
     results,
     scaling,
     shapes,
-    tune,
 )
-from pearl_jax import library, tiling
+from pearl_jax import library, tiling, timing
 
 ROOT = Path(__file__).parents[1]
 
@@ -35,7 +34,7 @@ ROOT = Path(__file__).parents[1]
 def test_slope_leaves_out_the_fixed_cost():
     fixed, call = 1e-3, 2e-5
     bursts = [fixed + count * 5 * call for count in (7, 21)]
-    assert protocol.slope(*bursts, count=7, calls=5) == pytest.approx(call)
+    assert timing.slope(*bursts, count=7, calls=5) == pytest.approx(call)
 
 
 class FakeGpu:
@@ -55,13 +54,13 @@ class FakeGpu:
             self.order.append((name, count))
             self.now += max(count * (calls * call - start), 0) + self.fixed
 
-        return protocol.Burst(begin, wait, calls)
+        return timing.Burst(begin, wait, calls)
 
 
 def test_bursts_are_timed_in_turn_and_their_fixed_cost_taken_out(monkeypatch):
     fake = FakeGpu(monkeypatch, fixed=5e-4)
     bursts = {"a": fake.burst("a", 1e-4, 4), "b": fake.burst("b", 3e-3, 2)}
-    found = protocol.measure_bursts(bursts, rounds=3)
+    found = timing.measure_bursts(bursts, rounds=3)
     assert found["a"].seconds == pytest.approx(1e-4)
     assert found["b"].samples == pytest.approx([3e-3] * 3)
     assert not found["a"].host_bound
@@ -73,7 +72,7 @@ def test_bursts_are_timed_in_turn_and_their_fixed_cost_taken_out(monkeypatch):
 def test_a_burst_that_the_host_holds_up_is_marked(monkeypatch):
     fake = FakeGpu(monkeypatch, fixed=0)
     bursts = {"slow": fake.burst("slow", 1e-5, 1, start=2e-5), "fast": fake.burst("fast", 1e-4, 1)}
-    found = protocol.measure_bursts(bursts, rounds=1)
+    found = timing.measure_bursts(bursts, rounds=1)
     assert found["slow"].host_bound
     assert not found["fast"].host_bound
 
@@ -268,9 +267,9 @@ def test_memory_is_that_of_operands_results_and_programs():
 @pytest.fixture
 def quick(monkeypatch):
     """Short samples of few copies."""
-    monkeypatch.setattr(protocol, "MIN_SAMPLE_SECONDS", 1e-4)
-    monkeypatch.setattr(protocol, "BURST_SECONDS", 1e-4)
-    monkeypatch.setattr(protocol, "PAUSE_SECONDS", 0)
+    monkeypatch.setattr(timing, "MIN_SAMPLE_SECONDS", 1e-4)
+    monkeypatch.setattr(timing, "BURST_SECONDS", 1e-4)
+    monkeypatch.setattr(timing, "PAUSE_SECONDS", 0)
     monkeypatch.setattr(protocol, "COLD_BYTES", 1)
 
 
@@ -332,7 +331,7 @@ def test_what_a_file_has_is_not_timed_again(quick, capsys, monkeypatch, tmp_path
     before = run(["lax"], path)
     capsys.readouterr()
     with monkeypatch.context() as patch:
-        patch.setattr(protocol, "measure", None)
+        patch.setattr(timing, "measure", None)
         assert run(["lax"], path) == before
         patch.setattr(forms.Form, "problem", None)
         assert run(["lax"], path) == before
@@ -446,9 +445,9 @@ def test_the_guard_finds_what_is_slower(quick, monkeypatch):
 
     def measure(bursts, rounds):
         seconds = {"pearl": 1e-4, "dense": 2e-4}
-        return {key: protocol.Timing([seconds[key[0]]] * rounds) for key in bursts}
+        return {key: timing.Timing([seconds[key[0]]] * rounds) for key in bursts}
 
-    monkeypatch.setattr(protocol, "measure", measure)
+    monkeypatch.setattr(timing, "measure", measure)
     assert speed.ratio("fwd", 2, "gnk", TINY.shape, "dense") == pytest.approx(2)
     assert speed.ratio("wgrad", 2, "same", TINY.shape, "dense") == pytest.approx(2)
     with pytest.raises(pytest.skip.Exception, match="bmm does not run"):
@@ -524,9 +523,9 @@ def test_a_ladder_is_timed_step_by_step(quick, capsys, monkeypatch):
     assert tiling.tiles("sm_100f", "fwd") == before[1]
 
     def measure(bursts, rounds):
-        return {tile: protocol.Timing([us]) for tile, us in zip(bursts, (9e-4, 1e-3))}
+        return {tile: timing.Timing([us]) for tile, us in zip(bursts, (9e-4, 1e-3))}
 
-    monkeypatch.setattr(protocol, "measure", measure)
+    monkeypatch.setattr(timing, "measure", measure)
     ladder.run(ladder.STEPS[:2], shapes.Shape(g=2, k=64, n=64), rounds=1)
     *_, first, second = capsys.readouterr().out.splitlines()
     assert first.endswith(
@@ -543,17 +542,6 @@ def test_a_ladder_leaves_out_what_the_library_lacks(monkeypatch):
     }
     monkeypatch.setattr(library, "kernel_names", lambda: names)
     assert [s for s in ladder.STEPS if ladder.is_compiled(s, shape)] == [step]
-
-
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100f"])
-def test_every_tile_is_tuned(quick, capsys, arch):
-    shape = shapes.Shape(g=2, k=64, n=64)
-    losses = tune.run_case(arch, "tiny", shape, "gnk", rows=[2], groupings=["uniform"], rounds=1)
-    header, line = capsys.readouterr().out.splitlines()
-    assert len(losses) == 1
-    for tile in tiling.tiles(arch, "dgrad"):
-        assert str(tile) in header
-    assert line.split()[:2] == ["2", "uniform"]
 
 
 def test_loops_of_a_disassembly():

@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 
 import pearl_jax
-from pearl_jax import TileConfig, cuda, library, tiling
+from pearl_jax import TileConfig, cost, cuda, library, tiling, tuned
 
 M, K, N, G = 96, 128, 192, 4
 TARGET = "pearl_jax.grouped_matmul"
@@ -104,7 +104,7 @@ def test_forward(dtype, out_dtype, transpose_rhs, k, n):
     assert result == f"1x{M}x{n}x{short_out}"
     wide = (k if transpose_rhs else n) % 64 == 0
     form = tiling.matmul_form(transpose_rhs)
-    tile = tiling.choose_kernel_tile("sm_90a", form, M, n, G)
+    tile = cost.choose("sm_90a", form, M, k, n, G)
     want = tiling.KernelSpec("sm_90a", form, dtype, out_dtype, wide, tile)
     assert name == want.name
     assert name in names()
@@ -119,11 +119,12 @@ def test_tile_by_hand_and_by_rows():
             assert name.endswith(f"_{tile}")
             assert name in names()
         chosen = set()
-        for m in (1, 100, 400, 4000):
+        k, n, g = 4096, 3072, 16
+        for m in (1, 16 * 32, 16 * 1024):
             f = matmul(transpose_rhs=transpose_rhs)
-            ((name, *_),) = calls(lower(f, *operands(transpose_rhs=transpose_rhs, m=m)))
-            form = tiling.matmul_form(transpose_rhs)
-            tile = tiling.choose_kernel_tile("sm_90a", form, m, N, G)
+            given = operands(transpose_rhs=transpose_rhs, m=m, k=k, n=n, g=g)
+            ((name, *_),) = calls(lower(f, *given))
+            tile = tuned.choose("sm_90a", tiling.matmul_form(transpose_rhs), m, k, n, g)
             assert name.endswith(f"_{tile}")
             chosen.add(tile)
         assert len(chosen) > 1
@@ -141,7 +142,7 @@ def test_one_program_for_both_architectures(transpose_rhs):
         return re.search(KERNELS, text).groups()
 
     for m in (8, 256, 8000):
-        tiles = [tiling.choose_kernel_tile(arch, form, m, 512, G) for arch in archs]
+        tiles = [cost.choose(arch, form, m, 512, 512, G) for arch in archs]
         for arch, tile, name in zip(archs, tiles, chosen(m)):
             assert name == tiling.kernel(arch, form, "bfloat16", "bfloat16", 512, 512, tile).name
     both = {arch: tiling.tiles(arch, form) for arch in archs}
@@ -151,16 +152,15 @@ def test_one_program_for_both_architectures(transpose_rhs):
             assert not name or name.endswith(f"_{tile}")
 
 
-def test_rows_per_group_count_all_groups_of_group_sizes():
-    """A shard of the weights gets the tile of the whole problem, not one for larger groups."""
+def test_a_shard_of_the_groups_has_its_share_of_the_rows():
+    """The tile is that of 16 rows for each group at hand, not of all rows for them."""
     f = lambda x, w, s: pearl_jax.grouped_matmul(x, w, s, group_offset=2)
-    m = 16 * 256
-    ((name, types, _),) = calls(lower(f, spec(m, K), spec(2, K, N), spec(256, dtype="int32")))
-    assert name.endswith(f"_{tiling.choose_kernel_tile('sm_90a', 'fwd', m, N, 256)}")
-    assert tiling.choose_kernel_tile("sm_90a", "fwd", m, N, 2) != tiling.choose_kernel_tile(
-        "sm_90a", "fwd", m, N, 256
-    )
-    assert types[1:4] == [f"1x2x{K}x{N}xbf16", "1x256xi32", "1xi32"]
+    m, k, n = 16 * 256, 4096, 3072
+    ((name, types, _),) = calls(lower(f, spec(m, k), spec(16, k, n), spec(256, dtype="int32")))
+    tile, other = (cost.choose("sm_90a", "fwd", rows, k, n, 16) for rows in (16 * 16, m))
+    assert name.endswith(f"_{tile}")
+    assert tile != other
+    assert types[1:4] == [f"1x16x{k}x{n}xbf16", "1x256xi32", "1xi32"]
 
 
 @pytest.mark.parametrize("transpose_rhs", [False, True], ids=["gkn", "gnk"])

@@ -5,6 +5,7 @@ import jax
 import pytest
 
 from benchmarks import forms, grouped_matmul, peers, protocol, shapes
+from pearl_jax import timing
 
 # Importing torch warns of things that are its own.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
@@ -30,7 +31,7 @@ def ratio(form, rows, column, shape=SHAPE, peer="bmm"):
     bursts, more = grouped_matmul.prepare(problem, candidates, shapes.uniform(problem.m, shape.g))
     if (peer, column) not in bursts:
         pytest.skip(f"{peer} does not run: {[*notes.values(), *more.values()]}")
-    found = protocol.measure(bursts, rounds=5)
+    found = timing.measure(bursts, rounds=5)
     return found[peer, column].seconds / found["pearl", column].seconds
 
 

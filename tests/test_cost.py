@@ -1,0 +1,135 @@
+"""How long a kernel takes by the model, and which tile that chooses."""
+
+import math
+
+import pytest
+
+from pearl_jax import TileConfig, cost, tiling
+
+FEW, MORE, MANY = TileConfig(64, 256), TileConfig(128, 256), TileConfig(256, 128)
+HOPPER = cost.MACHINES["sm_90a"]
+
+
+def seconds(tile, sizes, k=4096, n=3072, form="dgrad"):
+    return cost.estimate("sm_90a", form, tile, k, n, sizes).seconds - HOPPER.launch
+
+
+def test_many_rows_take_as_long_as_their_arithmetic():
+    """Of full tiles and whole rounds, here 66 groups of two tiles by two columns of tiles."""
+    e = cost.estimate("sm_90a", "fwd", MANY, 4096, 256, [512] * 66)
+    assert (e.work_tiles, e.places, e.rounds, e.bound) == (264, 132, 2, "arithmetic")
+    flops = 2 * 66 * 512 * 4096 * 256
+    assert e.seconds - HOPPER.launch == pytest.approx(flops / HOPPER.flops)
+
+
+def test_few_rows_take_as_long_as_their_weights():
+    """Where a multiprocessor can fetch more than its share of the memory's bandwidth."""
+    e = cost.estimate("sm_90a", "fwd", FEW, 4096, 256, [16] * 264)
+    assert (e.work_tiles, e.rounds, e.bound) == (264, 2, "memory")
+    num_bytes = 264 * 4096 * 256 * 2
+    assert e.seconds - HOPPER.launch == pytest.approx(num_bytes / HOPPER.bandwidth)
+
+
+def test_one_multiprocessor_alone():
+    """By hand: three stages of 64 KiB arrive every 2 us, and go on at 100 GB/s."""
+    weights, rows = 4096 * 256 * 2, 16 * 4096 * 2
+    want = weights / (3 * 65536) * 2e-6 + (weights + 0.4 * rows) / 100e9
+    assert tiling.stages("sm_90a", FEW)[0] == 3
+    assert seconds(FEW, [16], n=256) == pytest.approx(want)
+
+
+def test_empty_groups_cost_nothing():
+    assert seconds(FEW, [16, 0, 0, 16]) == pytest.approx(seconds(FEW, [16, 16]))
+    e = cost.estimate("sm_90a", "fwd", FEW, 64, 128, [0, 0])
+    assert (e.work_tiles, e.seconds, e.bound) == (0, HOPPER.launch, "nothing")
+
+
+def test_a_row_more_than_a_tile_reads_weights_again():
+    assert seconds(FEW, [65] * 16) > 1.2 * seconds(FEW, [64] * 16)
+    assert seconds(MORE, [65] * 16) < 1.1 * seconds(MORE, [64] * 16)
+
+
+@pytest.mark.parametrize("form", ["fwd", "dgrad"])
+@pytest.mark.parametrize("arch", tiling.ARCHS)
+def test_more_work_never_takes_less_time(arch, form):
+    for tile in tiling.tiles(arch, form):
+        for k, n in ((512, 1024), (4096, 3072)):
+            times = [
+                cost.estimate(arch, form, tile, k, n, [tile.m] * g).seconds
+                for g in (0, 1, 2, 8, 33, 100, 300)
+            ]
+            assert times == sorted(times)
+
+
+# Microseconds on an H200, even group sizes: (form, g, k, n, rows) -> time of FEW, MORE (of form
+# dgrad) and MANY.
+TIMES = {
+    ("dgrad", 16, 4096, 3072, 32): (97.4, 122.6, 106.1),
+    ("dgrad", 16, 4096, 3072, 128): (148.2, 137.1, 115.8),
+    ("dgrad", 32, 6144, 4096, 64): (393.3, 401.3, 416.1),
+    ("dgrad", 32, 6144, 4096, 256): (946.3, 735.9, 582.1),
+    ("dgrad", 32, 2048, 6144, 64): (198.5, 203.8, 213.7),
+    ("dgrad", 16, 2880, 2880, 64): (74.8, 87.7, 74.9),
+    ("dgrad", 16, 2880, 5760, 128): (189.8, 152.8, 159.7),
+}
+
+
+@pytest.mark.parametrize("problem", TIMES)
+def test_measured_times(problem):
+    """Every one within a quarter, and the tile with the least estimate within 9 % of the best."""
+    form, g, k, n, rows = problem
+    found = {t: 1e6 * seconds(t, [rows] * g, k, n, form) for t in (FEW, MORE, MANY)}
+    measured = dict(zip(found, TIMES[problem]))
+    for tile, time in found.items():
+        assert time == pytest.approx(measured[tile], rel=0.25)
+    assert measured[min(found, key=found.get)] < 1.09 * min(measured.values())
+
+
+def test_typical_sizes():
+    for m, g in ((1024, 16), (1000, 7), (5, 8), (0, 4)):
+        even, random, zipf = cost.typical_sizes(m, g)
+        assert sum(even) == m
+        assert max(even) - min(even) <= 1
+        for sizes in (random, zipf):
+            assert len(sizes) == g
+            assert min(sizes) >= 0
+            assert sum(sizes) == pytest.approx(m, abs=g)
+    _, random, zipf = cost.typical_sizes(6400, 64)
+    assert zipf[0] == pytest.approx(2 * zipf[1], rel=0.01)
+    # A Poisson distribution of mean 100.
+    deviation = math.sqrt(sum((s - 100) ** 2 for s in random) / 64)
+    assert deviation == pytest.approx(10, rel=0.1)
+
+
+def test_the_best_estimate_is_chosen():
+    ranked = cost.rank("sm_90a", "dgrad", 16 * 64, 4096, 3072, 16)
+    assert cost.choose("sm_90a", "dgrad", 16 * 64, 4096, 3072, 16) == ranked[0][0].tile
+    products = [math.prod(e.seconds for e in spread) for spread in ranked]
+    assert products == sorted(products)
+    assert {spread[0].tile for spread in ranked} == {FEW, MORE, MANY}
+
+
+@pytest.mark.parametrize("arch", tiling.ARCHS)
+@pytest.mark.parametrize("form", ["fwd", "dgrad"])
+def test_large_groups_get_large_tiles(arch, form):
+    for g in (64, 300):
+        few, many = (cost.choose(arch, form, g * rows, 4096, 4096, g).m for rows in (4, 4096))
+        assert few < 256
+        assert many == 256
+
+
+def test_blackwell_choice():
+    """Up to 64 rows of a group get tiles of 64; the widest tile only where it fills the chip."""
+
+    def chosen(mean, n=4096, g=32):
+        return cost.choose("sm_100f", "fwd", g * mean, 4096, n, g)
+
+    assert [chosen(mean).m for mean in (1, 16, 17, 64, 65, 128, 129)] == [64] * 4 + [128, 128, 256]
+    assert not chosen(16).rows_on_m
+    assert chosen(17).rows_on_m
+    assert [chosen(mean).n for mean in (300, 512, 4096)] == [512] * 3
+    # 8 tiles of 512 columns on 74 pairs of multiprocessors, or 16 of 256: half of the time.
+    assert chosen(257, n=4096, g=1).n == 256
+    # 2 * 38 * 1 tiles: two rounds of 512 columns, or three of 256 (152 tiles).
+    assert chosen(512, n=38 * 512, g=1).n == 256
+    assert chosen(512, n=37 * 512, g=1).n == 512
