@@ -62,7 +62,7 @@ def kernels(arch, extra_tiles):
         ctas = 2 if found[7] else 1
         tile = tiling.TileConfig(*map(int, found.groups()[2:6]), ctas, bool(found[8]))
         if found[1] == arch:
-            valid, reason = tiling.is_valid(arch, tile)
+            valid, reason = tiling.is_valid(arch, tile, found[2])
             if not valid:
                 raise SystemExit(f"extra tile {text}: {reason}")
             specs.append(tiling.KernelSpec(arch, found[2], "bfloat16", "bfloat16", True, tile))

@@ -160,3 +160,19 @@ def rank(arch, form, m, k, n, num_groups) -> list[list[Estimate]]:
 def choose(arch, form, m, k, n, num_groups) -> tiling.TileConfig:
     """The work tile of a grouped matmul with m rows in num_groups groups, by this model."""
     return rank(arch, form, m, k, n, num_groups)[0][0].tile
+
+
+def choose_outer(arch, k, n, num_groups) -> tiling.TileConfig:
+    """The work tile of num_groups outer products (k, n).
+
+    The one with which the busiest multiprocessor has the least to copy, and of several the
+    one that covers the result with the least waste.
+    """
+
+    def cost(tile):
+        rows, columns = math.ceil(k / tile.m), math.ceil(n / tile.n)
+        places = MACHINES[arch].multiprocessors // tile.ctas
+        rounds = math.ceil(num_groups * rows * columns / places)
+        return rounds * (tile.m + tile.n) / tile.ctas, rows * tile.m * columns * tile.n
+
+    return min(tiling.tiles(arch, "wgrad"), key=cost)

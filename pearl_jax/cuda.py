@@ -83,8 +83,6 @@ _LAYOUTS = {"fwd": " for rhs (g, k, n)", "dgrad": " for rhs (g, n, k)", "wgrad":
 def _obstacle(form, operands, *, precision, out_dtype, tile, **_):
     lhs, rhs, *_ = operands
     tiles = {arch: tiling.tiles(arch, form) for arch in _ARCHS.values()}
-    if (arch := library.present_arch()) and not tiles[arch]:
-        return f"it has no kernels for {arch}"
     if tile is not None and not any(tile in some for some in tiles.values()):
         return f"its kernels{_LAYOUTS[form]} have the tiles {tiles}, got {tile!r}"
     if not all(isinstance(d, int) for d in lhs.shape + rhs.shape):
@@ -182,9 +180,8 @@ def _kernels(form, dtype, out_dtype, k, n, tile, choose):
     """The kernel's name for each architecture; "" where the tile is none of its kernels'."""
 
     def name(arch):
-        tiles = tiling.tiles(arch, form)
-        chosen = tile or (tiles and choose(arch))
-        if chosen not in tiles:
+        chosen = tile or choose(arch)
+        if chosen not in tiling.tiles(arch, form):
             return ""
         return tiling.kernel(arch, form, dtype.name, out_dtype.name, k, n, chosen).name
 

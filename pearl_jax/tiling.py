@@ -107,7 +107,7 @@ _LEAST_STAGES = 4  # of rows: fewer do not hide how long the copy engine takes
 
 
 # An outer product has little arithmetic for each element of its result, so that much is
-# stored: by the copy engine, from two buffers of each of two warpgroups.
+# stored: on Hopper by the copy engine, from two buffers of each of two warpgroups.
 STAGING_BYTES = 8 * 1024  # of a buffer
 _STAGING = {"wgrad": 4 * STAGING_BYTES}
 
@@ -168,17 +168,27 @@ def _blackwell_rules(tile):
 _RULES = {"sm_90a": _hopper_rules, "sm_100f": _blackwell_rules}
 
 
-def is_valid(arch, tile) -> tuple[bool, str]:
+def _outer_rules(arch, tile):
+    yield tile.m % 64 == 0, "the m of an outer product must be a multiple of 64"
+    yield tile.k == K_TILE, f"the k of an outer product must be {K_TILE}"
+    yield tile.cluster == 1, "the cluster of an outer product must be 1"
+    if arch == "sm_100f":
+        yield tile.rows_on_m, "the rows of an outer product must be on M"
+        yield tile.n <= 256, "the n of an outer product must be at most 256"
+
+
+def is_valid(arch, tile, form="fwd") -> tuple[bool, str]:
     """Whether a kernel for arch can have the tile, and if not, why."""
     if arch not in _RULES:
         return False, f"there are no kernels for {arch}, got {tile!r}"
     for ok, reason in (
         *_RULES[arch](tile),
         (tile.k in (64, 128), "k must be 64 or 128"),
+        *(_outer_rules(arch, tile) if form == "wgrad" else ()),
     ):
         if not ok:
             return False, f"{reason}, got {tile!r}"
-    if stages(arch, tile)[0] < 2:
+    if stages(arch, tile, form)[0] < 2:
         return False, f"two stages of weights must fit into shared memory, got {tile!r}"
     return True, ""
 
@@ -251,10 +261,22 @@ _TILES = {
 _STORE_COLUMNS = {"sm_90a": 8, "sm_100f": 16}  # of 16 bits, in one store
 
 
-# Of an outer product, m counts rows of the result, so columns of lhs. Both tiles need the
-# least traffic for their arithmetic; one has the half-empty tiles at the lower end of the
-# result, the other at the right.
-_OUTER_TILES = {"sm_90a": (TileConfig(256, 128, K_TILE), TileConfig(128, 256, K_TILE))}
+# Of an outer product, m counts rows of the result, so columns of lhs.
+#
+# Hopper: both tiles need the least traffic for their arithmetic; one has the half-empty
+# tiles at the lower end of the result, the other at the right.
+#
+# Blackwell, from the arithmetic and not measured (benchmarks/notes/blackwell.md): for its
+# arithmetic a pair needs 64 bytes a clock from L2, all there are; 128 x 256 on one CTA
+# would need 96, more than its smaller waste can make up for. 128 x 128 needs 128, but
+# makes four times the tiles of a result too small to fill the chip.
+_OUTER_TILES = {
+    "sm_90a": (TileConfig(256, 128, K_TILE), TileConfig(128, 256, K_TILE)),
+    "sm_100f": (
+        TileConfig(128, 128, K_TILE, rows_on_m=True),
+        TileConfig(256, 256, K_TILE, ctas=2, rows_on_m=True),
+    ),
+}
 
 
 def tiles(arch, form) -> list[TileConfig]:
@@ -286,15 +308,6 @@ def kernel(arch, form, dtype, out_dtype, k, n, tile) -> KernelSpec:
 def candidates(arch, form, mean) -> tuple[TileConfig, ...]:
     """The tiles to choose from for groups of so many rows on average."""
     return next(tuple(some) for most, *some in _TILES[arch][form] if mean <= most)
-
-
-def choose_outer_tile(arch, k, n) -> TileConfig:
-    """The work tile of an outer product (k, n): the one that covers it with the least waste."""
-
-    def covered(tile):
-        return math.ceil(k / tile.m) * tile.m * math.ceil(n / tile.n) * tile.n
-
-    return min(_OUTER_TILES[arch], key=covered)
 
 
 def choose(m, num_groups) -> TileConfig:

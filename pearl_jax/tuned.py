@@ -89,7 +89,7 @@ def choose(arch, form, m, k, n, num_groups) -> TileConfig:
     if tile is None:
         why = "by the cost model"
         if form == "wgrad":
-            tile = tiling.choose_outer_tile(arch, k, n)
+            tile = cost.choose_outer(arch, k, n, num_groups)
         else:
             tile = cost.choose(arch, form, m, k, n, num_groups)
     _say(arch, problem, tile, why)

@@ -1,4 +1,4 @@
-"""Every test of test_kernels.py on every grouped_matmul kernel in the emulator, as a table.
+"""Every test of the kernels in the emulator on every one of them, as a table.
 
   python tests/kernel_matrix.py --arch sm_100f             the kernels of the library
   python tests/kernel_matrix.py --arch sm_100f --valid     one of every valid tile and layout
@@ -19,7 +19,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 import test_kernels
-from test_kernels import BATCHES, FORMS, MODES
+import test_outer_kernels
+from test_kernels import BATCHES, MODES
 
 from pearl_jax import TileConfig, tiling
 
@@ -31,6 +32,22 @@ CHECKS = {
     "columns": [("test_columns",)],
     "batches": [("test_batches", case) for case in BATCHES],
     "offsets": [("test_more_groups_than_lanes", mode) for mode in MODES],
+}
+# The same of an outer product, of test_outer_kernels.py.
+OUTER_CHECKS = {
+    "groups": CHECKS["groups"],
+    "rows": [
+        (test, mode)
+        for test in ("test_rows_around_a_k_tile", "test_neighbours_of_nan")
+        for mode in MODES
+    ],
+    "k tiles": [("test_stages",)],
+    "columns": [("test_extents_of_the_result", accumulate) for accumulate in (False, True)],
+    "batches": [
+        *CHECKS["batches"],
+        *(("test_sums_over_batches", mode, reduced) for reduced in (2, 4) for mode in MODES),
+    ],
+    "offsets": [("test_more_groups_than_lanes",)],
 }
 
 
@@ -59,20 +76,22 @@ def valid_specs(arch):
     return [
         tiling.KernelSpec(arch, form, *next(kinds), tile)
         for tile in tiles
-        if tiling.is_valid(arch, tile)[0]
-        for form in FORMS
+        for form in tiling.FORMS
+        if tiling.is_valid(arch, tile, form)[0]
     ]
 
 
 def check(spec, kernel):
     """A word for each column, and the first error."""
-    test_kernels.SPECS[spec.name] = spec
+    outer = spec.form == "wgrad"
+    module, checks = (test_outer_kernels, OUTER_CHECKS) if outer else (test_kernels, CHECKS)
+    module.SPECS[spec.name] = spec
     words, error = [], None
-    for tests in CHECKS.values():
+    for tests in checks.values():
         start = time.perf_counter()
         try:
             for test, *arguments in tests:
-                getattr(test_kernels, test)({spec.name: kernel}, spec.name, *arguments)
+                getattr(module, test)({spec.name: kernel}, spec.name, *arguments)
             words.append(f"{time.perf_counter() - start:.0f} s")
         except Exception:
             error = error or traceback.format_exc()
@@ -89,8 +108,7 @@ def main():
     parser.add_argument("--only", default="*", metavar="PATTERN")
     args = parser.parse_args()
     specs = valid_specs(args.arch) if args.valid else tiling.kernels(args.arch)
-    specs = [s for s in specs if s.form in FORMS]
-    specs = [s for s in specs if s.form in FORMS and fnmatch.fnmatch(s.name, args.only)]
+    specs = [s for s in specs if fnmatch.fnmatch(s.name, args.only)]
     if not specs:
         parser.error(f"no kernel's name is like {args.only}")
     width = max(len(s.name) for s in specs)

@@ -53,6 +53,7 @@ def lower(f, *args):
     )
 
 
+ARCHS = ("sm_100f", "sm_90a")
 KERNELS = r'kernels = \{sm_100 = "([^"]*)", sm_90 = "([^"]*)"\}'
 
 
@@ -76,7 +77,7 @@ def work(text):
 
 def names():
     """The kernels of the library, or if there is none here, those that the build compiles."""
-    compiled = {s.name for arch in ("sm_90a", "sm_100f") for s in tiling.kernels(arch)}
+    compiled = {s.name for arch in ARCHS for s in tiling.kernels(arch)}
     return library.kernel_names() or compiled
 
 
@@ -134,7 +135,6 @@ def test_tile_by_hand_and_by_rows():
 def test_one_program_for_both_architectures(transpose_rhs):
     """Each gets the kernel that tiling chooses for it; a tile by hand may be for one only."""
     form = tiling.matmul_form(transpose_rhs)
-    archs = ("sm_100f", "sm_90a")
 
     def chosen(m, tile=None):
         f = matmul(transpose_rhs=transpose_rhs, tile=tile)
@@ -142,12 +142,12 @@ def test_one_program_for_both_architectures(transpose_rhs):
         return re.search(KERNELS, text).groups()
 
     for m in (8, 256, 8000):
-        tiles = [cost.choose(arch, form, m, 512, 512, G) for arch in archs]
-        for arch, tile, name in zip(archs, tiles, chosen(m)):
+        tiles = [cost.choose(arch, form, m, 512, 512, G) for arch in ARCHS]
+        for arch, tile, name in zip(ARCHS, tiles, chosen(m)):
             assert name == tiling.kernel(arch, form, "bfloat16", "bfloat16", 512, 512, tile).name
-    both = {arch: tiling.tiles(arch, form) for arch in archs}
+    both = {arch: tiling.tiles(arch, form) for arch in ARCHS}
     for tile in {*both["sm_100f"], *both["sm_90a"]}:
-        for arch, name in zip(archs, chosen(64, tile)):
+        for arch, name in zip(ARCHS, chosen(64, tile)):
             assert bool(name) == (tile in both[arch])
             assert not name or name.endswith(f"_{tile}")
 
@@ -214,23 +214,28 @@ def test_outer(dtype, out_dtype, k, n):
     """One call, on the operands as they are but for a batch axis of size 1."""
     out_dtype = dtype if out_dtype == "same" else out_dtype
     text = lower(outer(preferred_element_type=out_dtype), *outer_operands(dtype, k=k, n=n))
-    ((name, types, result),) = calls(text, OUTER)
+    ((_, types, result),) = calls(text, OUTER)
     short, short_out = (
         {"bfloat16": "bf16"}.get(d, d.replace("loat", "")) for d in (dtype, out_dtype)
     )
     assert types == [f"1x{M}x{k}x{short}", f"1x{M}x{n}x{short}", f"1x{G}xi32", "1xi32", "1x4xi32"]
     assert result == f"1x{G}x{k}x{n}x{short_out}"
-    tile = tiling.choose_outer_tile("sm_90a", k, n)
-    assert name == tiling.kernel("sm_90a", "wgrad", dtype, out_dtype, k, n, tile).name
-    assert name in names()
+    for arch, name in zip(ARCHS, re.search(KERNELS, text).groups()):
+        tile = cost.choose_outer(arch, k, n, G)
+        assert name == tiling.kernel(arch, "wgrad", dtype, out_dtype, k, n, tile).name
+        assert name in names()
     assert not work(text)
     assert not calls(text)
 
 
 def test_outer_tile_by_hand():
-    for tile in tiling.tiles("sm_90a", "wgrad"):
-        ((name, *_),) = calls(lower(outer(tile=tile), *outer_operands()), OUTER)
-        assert name.endswith(f"_{tile}")
+    """It is a tile of one architecture's kernels; the other then has none."""
+    both = {arch: tiling.tiles(arch, "wgrad") for arch in ARCHS}
+    for tile in itertools.chain(*both.values()):
+        text = lower(outer(tile=tile), *outer_operands())
+        for arch, name in zip(ARCHS, re.search(KERNELS, text).groups()):
+            assert bool(name) == (tile in both[arch])
+            assert not name or name.endswith(f"_{tile}")
 
 
 def test_outer_in_padded_columns(caplog):
@@ -484,17 +489,6 @@ def test_outer_falls_back_as_the_matmul_does(caplog):
         lower(outer(implementation="cuda"), *args)
     with pytest.raises(ValueError, match="its kernels have the tiles"):
         lower(outer(implementation="cuda", tile=SOME_TILE), *outer_operands())
-
-
-def test_outer_on_a_gpu_that_it_has_no_kernels_for(monkeypatch, caplog):
-    """It falls back with the reason while lowering, not in the handler; the matmul does not."""
-    monkeypatch.setattr(library, "present_arch", lambda: "sm_100f")
-    with caplog.at_level("WARNING", "pearl_jax"):
-        assert not calls(lower(outer(), *outer_operands()), OUTER)
-    assert (
-        "grouped_outer runs in plain XLA on the GPU: it has no kernels for sm_100f" in caplog.text
-    )
-    assert calls(lower(matmul(), *operands()))
 
 
 def test_xla_never_calls_the_kernel(caplog):

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 
 SPECS = {spec.name: spec for arch in ("sm_90a", "sm_100f") for spec in tiling.kernels(arch)}
 CAPABILITY = {"sm_90a": 90, "sm_100f": 100}
-THREADS = {"sm_90a": 384, "sm_100f": 256}  # of a block, which share 65536 registers
+THREADS = {"sm_90a": 384, "sm_100f": 256}  # of a block at most, which share 65536 registers
 
 
 def tool(name):
@@ -104,11 +104,11 @@ def check_hopper(spec, all_that):
 
 
 def check_blackwell(spec, all_that):
-    tile = spec.tile
+    tile, outer = spec.tile, spec.form == "wgrad"
     halves = 2 if tile.n == 512 else 1  # of the columns, each with an accumulator
     pair = ".2CTA" * (tile.ctas == 2)
     # Each ring has two barriers for each stage, so this counts the stages.
-    stages = sum(tiling.stages(spec.arch, tile)) + tiling.ACCUMULATORS
+    stages = sum(tiling.stages(spec.arch, tile, spec.form)) + tiling.ACCUMULATORS
     assert all_that("SYNCS.EXCH") == {"SYNCS.EXCH.64": 2 * stages}
     # A K tile of 64 takes four products. Halves are multiplied each by itself and together.
     loops = {1: [1], 2: [1, 1, 2]}[halves]
@@ -117,25 +117,35 @@ def check_blackwell(spec, all_that):
     # one for its rows and one for its weights, but where the other half still needs them.
     signals = sum(loops) + 2 * (len(loops) - (halves - 1))
     assert sum(all_that("UTCBAR").values()) == signals
-    # Rows are one request, and so is a stage of weights (of each half) if wide.
+    # Rows are one request, and so is a stage of weights (of each half) if wide, else a span.
+    # Of an outer product both operands are like weights, and have two dimensions more.
     columns = tile.n // tile.ctas // halves
-    spans = 1 if spec.wide else (tile.k if spec.form == "dgrad" else columns) // 64
-    requests = all_that("UTMALDG")
-    assert sum(n for name, n in requests.items() if ".2D" in name) == 1
-    dimension = ".4D" if spec.wide else ".3D"
-    assert sum(n for name, n in requests.items() if dimension in name) == halves * spans
-    assert sum(requests.values()) == 1 + halves * spans
-    assert all((".2CTA" in name) == (tile.ctas == 2) for name in requests)
+    contiguous = tile.k if spec.form == "dgrad" else columns
+    spans = 1 if spec.wide else contiguous // 64
+    if outer:
+        rows_spans = 1 if spec.wide else tile.m // tile.ctas // 64
+        expected = {5 if spec.wide else 4: spans + rows_spans}
+    else:
+        expected = {2: 1, 4 if spec.wide else 3: halves * spans}
+    requests = collections.Counter()
+    for name, number in all_that("UTMALDG").items():
+        assert (".2CTA" in name) == (tile.ctas == 2)
+        requests[int(re.search(r"\.(\d)D", name)[1])] += number
+    assert requests == expected
     # Results leave from registers in the longest vectors, and only they and zeros do: of 16
     # lanes of tensor memory, one or two vectors a round, for each 8 rows if rows are lanes.
+    # An outer product has no zeros, but a second loop that adds to what is there, which it
+    # reads as it is stored, before the loop and a round ahead.
     lanes = 1 if tile.rows_on_m and tile.m == 64 else 2  # by 16
     vectors = lanes * 2 if tile.rows_on_m else 1
-    vectors *= halves * (2 if spec.out_dtype == "float32" else 1)
-    parts = 1 if spec.wide else 2
-    name = "STG.E.ENL2.256" if spec.wide else "STG.E.128"
-    assert all_that("STG") == {name: parts * vectors + 1}
+    vectors *= halves * (2 if spec.out_dtype == "float32" else 1) * (1 if spec.wide else 2)
+    width = ".E.ENL2.256" if spec.wide else ".E.128"
+    assert all_that("STG") == {"STG" + width: 2 * vectors if outer else vectors + 1}
+    loads = all_that("LDG")
+    assert loads.pop("LDG" + width, 0) == (2 * vectors if outer else 0)
+    assert set(loads) == {"LDG.E"}  # single numbers
     blocks = 8 if tile.rows_on_m else 2
-    assert all_that("LDTM") == {f"LDTM.16dp256bit.x{blocks}": lanes * halves}
+    assert all_that("LDTM") == {f"LDTM.16dp256bit.x{blocks}": lanes * halves * (1 + outer)}
     for staging in ("STSM", "UTMASTG", "UBLKCP"):
         assert not all_that(staging)
     assert sum(all_that("STS").values()) <= 4  # the allocation of tensor memory writes these

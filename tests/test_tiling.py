@@ -39,16 +39,37 @@ def test_choice_without_rows_or_groups(arch):
             assert tile in tiling.tiles(arch, form)
 
 
-def test_outer_tile_covers_the_result_with_the_least_waste():
+@pytest.mark.parametrize("g", [1, 32])
+def test_outer_tile_covers_the_result_with_the_least_waste(g):
     """Where k or n ends in half a tile of one orientation, it fits the other."""
     outer = tiling.tiles("sm_90a", "wgrad")
-    assert tiling.choose_outer_tile("sm_90a", 2048, 1408) == TileConfig(256, 128, 64)
-    assert tiling.choose_outer_tile("sm_90a", 1408, 2048) == TileConfig(128, 256, 64)
+    assert cost.choose_outer("sm_90a", 2048, 1408, g) == TileConfig(256, 128, 64)
+    assert cost.choose_outer("sm_90a", 1408, 2048, g) == TileConfig(128, 256, 64)
     for k in (8, 64, 130, 256, 2048):
         for n in (8, 100, 128, 200, 768):
-            tile = tiling.choose_outer_tile("sm_90a", k, n)
+            tile = cost.choose_outer("sm_90a", k, n, g)
             covered = {t: -(-k // t.m) * t.m * -(-n // t.n) * t.n for t in outer}
             assert covered[tile] == min(covered.values())
+
+
+@pytest.mark.parametrize(
+    ("k", "n", "g", "m"),
+    [
+        (6144, 4096, 32, 256),
+        (1408, 2048, 32, 256),  # a twelfth of what pairs cover is waste, still the best
+        (2880, 2880, 1, 256),
+        # 8 tiles of a pair for each group, or 32 of one CTA, of which 148 fit at once.
+        (512, 1024, 4, 128),
+        (512, 1024, 5, 256),
+        # Half of a pair's tile is waste, so it has as many rounds as the small ones.
+        (4096, 64, 128, 128),
+        (64, 4096, 128, 128),
+        (8, 8, 1, 128),
+    ],
+)
+def test_outer_tile_of_blackwell(k, n, g, m):
+    """A pair, but for results too small to keep the chip busy with those."""
+    assert cost.choose_outer("sm_100f", k, n, g).m == m
 
 
 @every_arch
@@ -79,14 +100,13 @@ def test_every_kernel_is_one_that_some_problem_gets(arch):
         for k, n in ((64, 64), (72, 72))
         for tile in sweep(arch, form).values()
     }
-    if tiling.tiles(arch, "wgrad"):
-        reached |= {
-            tiling.kernel(arch, "wgrad", dtype, out_dtype, k, n, tile)
-            for dtype in ("bfloat16", "float16")
-            for out_dtype in (dtype, "float32")
-            for k, n in ((64, 64), (64, 256), (72, 72), (72, 256))
-            for tile in [tiling.choose_outer_tile(arch, k, n)]
-        }
+    reached |= {
+        tiling.kernel(arch, "wgrad", dtype, out_dtype, k, n, tile)
+        for dtype in ("bfloat16", "float16")
+        for out_dtype in (dtype, "float32")
+        for k, n in ((64, 64), (64, 256), (256, 256), (72, 72), (72, 256), (264, 256))
+        for tile in [cost.choose_outer(arch, k, n, 64)]
+    }
     assert reached == set(tiling.kernels(arch))
 
 
@@ -116,7 +136,7 @@ def test_no_kernels_for_other_architectures():
 @every_arch
 def test_every_compiled_tile_is_valid(arch):
     for spec in tiling.kernels(arch):
-        assert tiling.is_valid(arch, spec.tile) == (True, "")
+        assert tiling.is_valid(arch, spec.tile, spec.form) == (True, "")
 
 
 @pytest.mark.parametrize(
@@ -150,6 +170,28 @@ def test_invalid_tiles_have_a_reason(arch, tile, reason):
     assert not valid
     assert reason in text
     assert str(tile) in text or repr(tile) in text
+
+
+@pytest.mark.parametrize(
+    ("arch", "tile", "reason"),
+    [
+        (ARCH, TileConfig(32, 256, 64), "m of an outer product must be a multiple of 64"),
+        (ARCH, TileConfig(256, 128, 128), "k of an outer product must be 64"),
+        (ARCH, TileConfig(256, 128, 64, 2), "cluster of an outer product must be 1"),
+        ("sm_100f", TileConfig(128, 128, 64), "rows of an outer product must be on M"),
+        (
+            "sm_100f",
+            TileConfig(256, 512, 64, ctas=2, rows_on_m=True),
+            "n of an outer product must be at most 256",
+        ),
+    ],
+)
+def test_invalid_tiles_of_an_outer_product(arch, tile, reason):
+    assert tiling.is_valid(arch, tile) == (True, "")
+    valid, text = tiling.is_valid(arch, tile, "wgrad")
+    assert not valid
+    assert reason in text
+    assert repr(tile) in text
 
 
 @pytest.mark.parametrize("m", [16, 32, 64, 128, 256])
@@ -219,6 +261,7 @@ def test_blackwell_memory():
         (TileConfig(128, 256, ctas=2, rows_on_m=True), 8, 5, 256),
         (TileConfig(256, 128, ctas=2, rows_on_m=True), 9, 5, 256),
         (TileConfig(256, 256, ctas=2, rows_on_m=True), 6, 4, 512),
+        (TileConfig(256, 256, 64, ctas=2, rows_on_m=True), 7, 7, 512),
         (TileConfig(256, 512, 64, ctas=2, rows_on_m=True), 4, 4, 512),
         (TileConfig(64, 128), 8, 5, 128),
         (TileConfig(16, 128), 11, 6, 32),
@@ -229,6 +272,7 @@ def test_blackwell_memory_of_known_tiles(tile, rows, weights, columns):
     """Worked out by hand: 226 KiB of stages, columns for two accumulators or two halves."""
     assert tiling.is_valid("sm_100f", tile) == (True, "")
     assert tiling.stages("sm_100f", tile) == (weights, rows)
+    assert tiling.stages("sm_100f", tile, "wgrad") == (weights, rows)  # nothing is staged
     assert tiling.tensor_memory_columns(tile) == columns
 
 

@@ -11,6 +11,7 @@
   tcgen05.py             Blackwell's tensor core and its memory
   blackwell_mainloop.py  the mainloop for sm_100f, and the CTA around it
   blackwell.py           the grouped matmul for sm_100f
+  blackwell_outer.py     the outer product of groups for sm_100f
 
 On Hopper weights are the M operand and rows of lhs ("tokens") the N operand of the tensor
 core: a group of 16 rows then costs an instruction of extent 16, not of 64. On Blackwell the

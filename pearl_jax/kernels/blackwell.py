@@ -18,6 +18,7 @@ from pearl_jax.kernels.blackwell_mainloop import (
     Mainloop,
     Products,
 )
+from pearl_jax.kernels.blackwell_outer import BlackwellGroupedOuter
 from pearl_jax.kernels.launcher import DTYPES, compile_launcher
 from pearl_jax.kernels.scheduler import Scheduler
 from pearl_jax.tiling import K_TILE, KernelSpec
@@ -56,8 +57,6 @@ class BlackwellGroupedMatmul:
         self.spec = spec
         self.dtype, self.out_dtype = DTYPES[spec.dtype], DTYPES[spec.out_dtype]
         self.mainloop = Mainloop(spec, forms.weights_major(spec), OperandMajorMode.K)
-        self.weights_stages, self.tokens_stages = self.mainloop.stages
-
         size = self.dtype.width // 8
         # Tokens of one request. On M all are copied, by each CTA of a cluster its part;
         # on N only as many boxes as the rows need.
@@ -86,13 +85,14 @@ class BlackwellGroupedMatmul:
         num_sms: Int32,
         stream: cuda.CUstream,
     ):
+        weights_stages, tokens_stages = self.mainloop.stages
         load = cpasync.CopyBulkTensorTileG2SOp(self.mainloop.group)
         weights = forms.weights_map(
             self.spec,
             rhs,
             (n, k, rhs_batches * num_groups),
             self.mainloop.box_columns,
-            self.mainloop.halves * self.weights_stages,
+            self.mainloop.halves * weights_stages,
             load,
         )
         if cutlass.const_expr(self.tile.cluster > 1):
@@ -102,7 +102,7 @@ class BlackwellGroupedMatmul:
             (lhs_batches * m, k),
             self.box_rows,
             self.mainloop.tokens // self.box_rows,
-            self.tokens_stages,
+            tokens_stages,
             load,
         )
         scheduler = Scheduler(
@@ -150,7 +150,7 @@ class BlackwellGroupedMatmul:
         output = epilogue.Output(out, self.out_dtype, scheduler.n, 8 if self.spec.wide else 4)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp < EPILOGUE_WARPS:
-            self.store(scheduler, memory, output, warp)
+            self.store(scheduler, memory, output)
         elif warp == MULTIPLY_WARP:
             if self.mainloop.rank_in_pair() == 0:
                 self.multiply(scheduler, memory, k_tiles)
@@ -281,29 +281,30 @@ class BlackwellGroupedMatmul:
             chunk, work = scheduler.find(chunk, tile)
 
     @cute.jit
-    def store(self, scheduler, memory, out, warp):
-        mainloop = self.mainloop
+    def store(self, scheduler, memory, out):
         state = memory.accumulators.consumer_state()
         chunk, tile, step = scheduler.start()
         chunk, work = scheduler.find(chunk, tile)
         while work.valid:
             first_row = Int64(work.out_batch) * scheduler.m + work.row
-            for half in cutlass.range_constexpr(mainloop.halves):
-                mainloop.wait(memory, state)
+            for half in cutlass.range_constexpr(self.mainloop.halves):
                 if cutlass.const_expr(self.tile.rows_on_m):
-                    column = work.column + half * (self.tile.n // mainloop.halves)
-                    mainloop.store_tokens_along_m(memory, state, out, first_row, work.rows, column)
+                    column = work.column + half * (self.tile.n // self.mainloop.halves)
+                    self.mainloop.store_tokens_along_m(
+                        memory, state, out, first_row, work.rows, column
+                    )
                 else:
-                    column = work.column + mainloop.rank_in_pair() * mainloop.columns + 32 * warp
-                    self.store_tokens_along_n(memory, state, out, first_row, work.rows, column)
+                    self.store_tokens_along_n(memory, state, out, first_row, work.rows, work.column)
                 state.advance()
             tile += step
             chunk, work = scheduler.find(chunk, tile)
 
     @cute.jit
     def store_tokens_along_n(self, memory, state, out, first_row, rows, column):
+        self.mainloop.wait(memory, state)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         accumulator = self.mainloop.accumulator(memory, state) + (warp << 21)
+        column += self.mainloop.rank_in_pair() * self.mainloop.columns + 32 * warp
         num_blocks = cute.ceil_div(rows, epilogue.TOKENS)
         for i in cutlass.range(num_blocks, unroll=1):
             at = epilogue.TOKENS * i
@@ -315,4 +316,6 @@ class BlackwellGroupedMatmul:
 
 def compile_kernel(spec: KernelSpec):
     """The compiled kernel, to be exported as an object file."""
+    if spec.form == "wgrad":
+        return compile_launcher(BlackwellGroupedOuter(spec), spec, num_sizes=11, out_align=32)
     return compile_launcher(BlackwellGroupedMatmul(spec), spec, num_sizes=9, out_align=32)

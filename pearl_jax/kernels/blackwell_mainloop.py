@@ -362,12 +362,11 @@ class Mainloop:
     def store_tokens_along_m(
         self, memory, state, out, first_row, rows, column, add: cutlass.Constexpr = False
     ):
-        """Epilogue warp: stores an accumulator of rows_on_m from (first_row, column) on.
+        """Epilogue warp: stores an accumulator, tokens on M, from (first_row, column) on.
 
         rows: of the result from first_row on; add: to what is there.
         """
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        accumulator = self.accumulator(memory, state) + (warp << 21)
         # 16 lanes at a time; a warp has 32, or 16 of an accumulator of 64 lanes.
         lanes = tiling.lanes(self.tile)
         groups = 1 if lanes == 64 else 2
@@ -378,13 +377,14 @@ class Mainloop:
             token = 32 * (warp % 2) + self.rank_in_pair() * self.tokens
             column += warp // 2 * columns
         num_blocks = columns // 64
-
         old = [None] * groups
         if cutlass.const_expr(add):
             old = self._load(out, first_row + token, rows - token, column)
+        self.wait(memory, state)
+        accumulator = self.accumulator(memory, state) + (warp << 21)
         for i in cutlass.range(num_blocks, unroll=1):
             if cutlass.const_expr(add):
-                # In flight while this block is stored. There are none after the last.
+                # In flight while this block is stored; there are none after the last.
                 left = cutlass.select_(i + 1 < num_blocks, rows - token, Int32(0))
                 ahead = self._load(out, first_row + token, left, column + 64 * (i + 1))
             values = tcgen05.load([accumulator + (g << 20) + 64 * i for g in range(groups)], 8)
@@ -399,7 +399,7 @@ class Mainloop:
                 old = ahead
 
     def _load(self, out, first_row, rows, column):
-        """What a warp's block of 64 columns is added to, for each of its 16 lanes."""
+        """What 64 columns of a warp's tokens are added to, for each 16 lanes."""
         groups = 1 if tiling.lanes(self.tile) == 64 else 2
         return [
             epilogue.load_tokens_along_m(out, first_row + at, rows - at, column)

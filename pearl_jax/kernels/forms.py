@@ -109,6 +109,18 @@ def ragged_tensor(pointer, rows, columns, wide, tile):
     return cute.make_tensor(pointer, layout), (tiler, (tile[1], 1, 1))
 
 
+def ragged_map(pointer, shape, wide, tile, stages, load):
+    """How the copy engine reads rows of groups: as weights_map.
+
+    shape: (rows, columns); a stage is tile, (columns, rows), and its columns are contiguous.
+    """
+    tensor, tiler = ragged_tensor(pointer, *shape, wide, tile)
+    smem = smem_layout(OperandMajorMode.MN, pointer.dtype, (*tile, stages))
+    stage = cute.slice_(smem, (None, None, 0))
+    atom, tensor = cpasync.make_tiled_tma_atom(load, tensor, stage, tiler)
+    return atom, tensor, smem, tiler
+
+
 def ragged_tile(tensor, tiler, column_tile, first, left):
     """One stage of ragged_tensor: rows first on, of which left are there, at most a tile's."""
     here = cutlass.min(left, tiler[1][0])

@@ -46,9 +46,9 @@ class HopperGroupedOuter:
     """
 
     def __init__(self, spec: KernelSpec):
-        valid, reason = tiling.is_valid(spec.arch, spec.tile)
-        if not valid or spec.tile.cluster != 1 or spec.tile.k != K_TILE:
-            raise ValueError(reason or f"k must be {K_TILE} and cluster 1, got {spec.tile!r}")
+        valid, reason = tiling.is_valid(spec.arch, spec.tile, spec.form)
+        if not valid:
+            raise ValueError(reason)
         self.spec, self.tile = spec, spec.tile
         self.dtype, self.out_dtype = DTYPES[spec.dtype], DTYPES[spec.out_dtype]
         self.store_ops = [cpasync.CopyBulkTensorTileS2GOp()]
@@ -78,23 +78,26 @@ class HopperGroupedOuter:
         num_sms: Int32,
         stream: cuda.CUstream,
     ):
-        maps = []
-        for pointer, columns, batches, extent, stages in (
-            (rhs, n, rhs_batches, self.tile.n, self.mainloop.stages[0]),
-            (lhs, k, lhs_batches, self.tile.m, self.mainloop.stages[1]),
-        ):
-            tensor, tiler = forms.ragged_tensor(
-                pointer, batches * m, columns, self.spec.wide, (extent, K_TILE)
-            )
-            smem = forms.smem_layout(OperandMajorMode.MN, self.dtype, (extent, K_TILE, stages))
-            atom, tma = cpasync.make_tiled_tma_atom(
-                cpasync.CopyBulkTensorTileG2SOp(),
-                tensor,
-                cute.slice_(smem, (None, None, 0)),
-                tiler,
-            )
-            maps += [atom, tma, smem, tiler]
-
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        rhs_stages, lhs_stages = self.mainloop.stages
+        maps = [
+            *forms.ragged_map(
+                rhs,
+                (rhs_batches * m, n),
+                self.spec.wide,
+                (self.tile.n, K_TILE),
+                rhs_stages,
+                load,
+            ),
+            *forms.ragged_map(
+                lhs,
+                (lhs_batches * m, k),
+                self.spec.wide,
+                (self.tile.m, K_TILE),
+                lhs_stages,
+                load,
+            ),
+        ]
         box = epilogue.StagedOutput.box(self.out_dtype)
         result = cute.make_tensor(
             out,
@@ -221,10 +224,7 @@ class HopperGroupedOuter:
         ends, tile, step = scheduler.start()
         while tile < scheduler.num_tiles():
             work = scheduler.find(tile)
-            k_tiles = Int32(0)
-            for part in range(scheduler.reduced):
-                ends, rows = scheduler.rows(ends, work, part)
-                k_tiles += cute.ceil_div(rows.count, K_TILE)
+            ends, k_tiles = scheduler.k_tiles(ends, work)
             accumulators, rhs_state, lhs_state = self.mainloop.multiply(
                 self.tile.m, rhs_ring, lhs_ring, lhs_ring.smem, rhs_state, lhs_state, k_tiles
             )

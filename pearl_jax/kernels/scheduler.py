@@ -22,6 +22,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Uint32
 from cutlass.base_dsl.native_struct import native_struct
 
+from pearl_jax.tiling import K_TILE
+
 _LANES = 32
 
 # All tiles of a group but the last have a multiple of this many rows.
@@ -301,9 +303,10 @@ class OuterScheduler(Groups):
 
     @cute.jit
     def start(self):
-        """The ends of the first groups, this CTA's first tile, and the step to its next."""
+        """The ends of the first groups, the first tile of this CTA (or pair), and its step."""
         ends = self._load(Int32(0), Int32(0), Int32(0))
-        return ends, cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+        ctas = self.tile.ctas
+        return ends, cute.arch.block_idx()[0] // ctas, cute.arch.grid_dim()[0] // ctas
 
     @cute.jit
     def find(self, tile: Int32) -> OuterTile:
@@ -356,3 +359,12 @@ class OuterScheduler(Groups):
             rhs_first=self._batch(batch, 1) * self.m + first,
             count=count,
         )
+
+    @cute.jit
+    def k_tiles(self, ends: Ends, work: OuterTile):
+        """K tiles of all rows that work sums over, and the ends around the last of them."""
+        k_tiles = Int32(0)
+        for part in range(self.reduced):
+            ends, rows = self.rows(ends, work, part)
+            k_tiles += cute.ceil_div(rows.count, K_TILE)
+        return ends, k_tiles
