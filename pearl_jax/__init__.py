@@ -11,6 +11,7 @@ from pearl_jax.grouped_matmul import grouped_matmul as grouped_matmul
 from pearl_jax.grouped_matmul import grouped_outer as grouped_outer
 from pearl_jax.ragged_dot import ragged_dot as ragged_dot
 from pearl_jax.ragged_dot import ragged_dot_general as ragged_dot_general
+from pearl_jax.selfcheck import selfcheck as selfcheck
 from pearl_jax.tiling import TileConfig as TileConfig
 from pearl_jax.tuned import tuned_tiles as tuned_tiles
 
