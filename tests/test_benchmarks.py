@@ -564,6 +564,27 @@ def test_without_a_blackwell_gpu_nothing_is_run_and_it_says_so(monkeypatch, arch
         blackwell.run_on_gpu()
 
 
+@pytest.mark.parametrize(
+    ("tokens", "one_device", "two_devices", "exchanges"),
+    [
+        (64, 3763, 2255, 119),
+        (512, 4560, 2985, 151),
+        (4096, 5521, 6292, 517),
+        (32768, 46045, 58256, 3299),
+    ],
+)
+def test_scaling_meets_what_was_measured(tokens, one_device, two_devices, exchanges):
+    """Microseconds on one and two H200s, all_to_all in worst-case slots, GLM-5.3."""
+    model = shapes.MODELS["GLM-5.3"]
+
+    def us(devices):
+        e = scaling.estimate(model, devices, devices, tokens, 2, scaling.LAYER)
+        return 1e6 * e.exchange_seconds, 1e6 * (e.exchange_seconds + e.compute_seconds)
+
+    assert us(1) == (0, pytest.approx(one_device, rel=0.21))
+    assert us(2) == (pytest.approx(exchanges, rel=0.15), pytest.approx(two_devices, rel=0.21))
+
+
 def test_scaling_adds_up():
     """1000 tokens of width 10 on each of 16 GPUs, 2 nodes of 8; each goes to 4 of 32 experts."""
     model = shapes.Model(10, 5, 32, 4, expert_parallel=16)

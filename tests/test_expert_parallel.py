@@ -155,6 +155,8 @@ def is_weights(shape):
 def test_same_as_one_device(kind, axes, strategy):
     """Values, losses, counts and each gradient, whatever the load; weights do not move.
 
+    jax#34755: an exchange that CPU devices do not have. marin#8077, #8081, #7891: NaN in gradients
+    that came through an exchange.
     TransformerEngine PR#2912: the combine's gradient came from one shard; PR#3116: only those of
     weights were tested. transformers#48687, pytorch#160285, NeMo Automodel PR#1260: the router's
     gradient wrong, or twice or half as large. torchtitan PR#4054: sums over tensor lost.
@@ -450,6 +452,20 @@ def test_devices_without_tokens_xla_47146(monkeypatch):
     ]
     for a, b in zip(*map(jax.tree.leaves, found)):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_other_devices_in_the_same_process_te_3036(strategy):
+    """TransformerEngine PR#3036, #3522, #3021: one device a process; communicators of before.
+
+    Four devices of one process, then other ones, then the first again.
+    """
+    args = routed_problem()[:3]
+    want = jit(moe.apply_experts)(*args)
+    first, others = jax.devices()[:4], jax.devices()[::-2]
+    for devices in (first, others, first):
+        mesh = jax.make_mesh((len(devices),), ("expert",), (AUTO,), devices=devices)
+        agree(jit(ExpertParallel(mesh, strategy=strategy))(*args), want)
 
 
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
