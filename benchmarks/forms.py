@@ -169,27 +169,39 @@ def jax_candidate(
     prepare=lambda *operands: operands,
     context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     compiler_options=None,
+    expect="",
 ):
     """function (lhs, rhs, group_sizes) -> result; one program for all group sizes.
 
-    prepare makes other operands of lhs and rhs first, which is not timed; context is
-    entered while the program is compiled.
+    prepare makes other operands of lhs and rhs first, which is not timed. The program is
+    compiled in context, with XLA's options; what that gives must hold the text expect.
     """
     calls = calls or problem.calls(column)
     copies = [prepare(*arrays) for arrays in problem.operands[column]]
     one = jax.jit(function)
     # Every call has parameters of its own, or XLA would make equal calls only once.
     program = jax.jit(lambda given: [one(*operands) for operands in given])
-    executables = []
+    found = []  # the executable, or why there is none
+
+    def compile_once(given):
+        if not found:
+            try:
+                with context():
+                    executable = program.lower(given).compile(compiler_options)
+                if expect not in (executable.as_text() or ""):
+                    raise Absent(f"XLA compiles it without {expect}")
+                found.append(executable)
+            except Exception as error:
+                found.append(error)
+        if isinstance(found[0], Exception):
+            raise found[0]
+        return found[0]
 
     def bind(group_sizes):
         sizes = jnp.array(group_sizes)
         endless = itertools.cycle([(*arrays, sizes) for arrays in copies])
         given = [[next(endless) for _ in range(calls)] for _ in range(0, len(copies), calls)]
-        if not executables:
-            with context():
-                executables.append(program.lower(given[0]).compile(compiler_options))
-        (run,), turns = executables, itertools.cycle(given)
+        run, turns = compile_once(given[0]), itertools.cycle(given)
         burst = timing.jax_burst(lambda: run(next(turns)), (), calls)
         return Ready(burst, lambda: run(given[0])[0])
 

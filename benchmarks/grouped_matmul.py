@@ -170,27 +170,41 @@ class Run:
             **dataclasses.asdict(shape),
             rows=mean,
         )
-        empty = [dataclasses.replace(blank, grouping=name) for name in groupings]
-        todo = [cell for cell in empty if not results.holds(self.found, cell, self.names)]
+        cells = [dataclasses.replace(blank, grouping=name) for name in groupings]
+        todo = [cell for cell in cells if not self._has(cell)]
         needed, limit = form.num_bytes(shape, shape.g * mean, self.dtype), memory()
+        note = ""
         if needed > limit:
             note = f"needs {needed / 2**30:.1f} GiB, there are {limit / 2**30:.1f}"
-            self.output.note(f"over {case.expert_parallel} devices: {note}", where)
-            self._keep([dataclasses.replace(cell, note=note) for cell in todo])
         elif todo:
-            problem = form.problem(shape, shape.g * mean, self.dtype)
-            candidates, absent = make_candidates(problem, self.names)
-            for cell in todo:
-                sizes = shapes.GROUPINGS[cell.grouping](problem.m, shape.g)
-                bursts, notes = prepare(problem, candidates, sizes)
-                for (candidate, _), note in (absent | notes).items():
-                    if note != UNEVEN:
-                        self.output.note(f"{candidate}: {note}", where)
-                timings = timing.measure(bursts, self.rounds)
-                cell = dataclasses.replace(cell, date=results.now())
-                self._keep(self._rows(cell, problem, sizes, timings, absent | notes))
+            try:
+                self._time(todo, shape, where)
+            except jax.errors.JaxRuntimeError as error:  # of pearl_jax
+                if "RESOURCE_EXHAUSTED" not in str(error):
+                    raise
+                note = forms.reason(error)
+        if note and (left := [cell for cell in todo if not self._has(cell)]):
+            self.output.note(f"over {case.expert_parallel} devices: {note}", where)
+            self._keep([dataclasses.replace(cell, note=note) for cell in left])
         for _ in groupings:
             self.output.done()
+
+    def _has(self, cell):
+        return results.holds(self.found, cell, self.names)
+
+    def _time(self, cells, shape, where):
+        """Cells of the same operands."""
+        problem = peers.FORMS[self.form].problem(shape, shape.g * cells[0].rows, self.dtype)
+        candidates, absent = make_candidates(problem, self.names)
+        for cell in cells:
+            sizes = shapes.GROUPINGS[cell.grouping](problem.m, shape.g)
+            bursts, notes = prepare(problem, candidates, sizes)
+            for (candidate, _), note in (absent | notes).items():
+                if note != UNEVEN:
+                    self.output.note(f"{candidate}: {note}", where)
+            timings = timing.measure(bursts, self.rounds)
+            cell = dataclasses.replace(cell, date=results.now())
+            self._keep(self._rows(cell, problem, sizes, timings, absent | notes))
 
     def _rows(self, cell, problem, group_sizes, timings, notes) -> list[results.Row]:
         rows = []

@@ -70,8 +70,8 @@ def _lax(function, masked):
     """By default XLA multiplies densely, with rows that are copied and masked for each group.
 
     So it does from the rollout in JAX's own lowering, without the instruction. The others are
-    a fusion for cuDNN (off by default in XLA) and JAX's Triton kernel (jax before 0.12).
-    masked: shape -> columns of the operands that are copied.
+    a fusion for cuDNN (off by default, and not made for one that is older than 9.22) and JAX's
+    Triton kernel (jax before 0.12). masked: shape -> columns of the operands that are copied.
     """
 
     def too_much(problem):
@@ -97,7 +97,8 @@ def _lax(function, masked):
         return {
             "": _absent(why) if why else candidate(),
             "rollout": _absent(why) if why else candidate(context=rollout),
-            "cudnn": candidate(compiler_options=fusion),
+            # Without it, XLA multiplies densely after all.
+            "cudnn": candidate(compiler_options=fusion, expect="__cudnn$fusion"),
             "triton": candidate(context=triton),
         }
 

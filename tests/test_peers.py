@@ -88,25 +88,40 @@ def test_modes_of_lax_are_those_that_this_jax_has(monkeypatch, form):
     monkeypatch.setattr(forms, "_implementation", lambda: None)
     instruction = "jax_ragged_dot_use_ragged_dot_instruction"
     before, seen = getattr(jax.config, instruction), []
-    lower = jax.stages.Traced.lower
+    compile_ = jax.stages.Lowered.compile
 
-    def note_options(self, *args, **options):
-        seen.append(getattr(jax.config, instruction))
-        return lower(self, *args, **options)
+    def note_options(self, options=None):
+        seen.append((getattr(jax.config, instruction), options))
+        return compile_(self, options)
 
-    monkeypatch.setattr(jax.stages.Traced, "lower", note_options)
+    monkeypatch.setattr(jax.stages.Lowered, "compile", note_options)
     ran, notes = checked("lax", form)
-    # On a CPU the instruction is expanded in the same way, and flags of GPUs do nothing.
-    assert ran[:3] == ["lax", "lax rollout", "lax cudnn"]
-    assert False in seen
+    # On a CPU the instruction is expanded all the same; and there is no fusion.
+    assert [name for name in ran if name != "lax triton"] == ["lax", "lax rollout"]
+    assert notes["lax cudnn"] == "XLA compiles it without __cudnn$fusion"
+    assert (False, None) in seen
+    assert (before, {"xla_gpu_experimental_use_ragged_dot_fusion": True}) in seen
     assert getattr(jax.config, instruction) == before
-    if "lax triton" in notes:
-        assert notes["lax triton"]
     # What would take too long is left out, but for modes that do not expand.
     monkeypatch.setattr(peers, "LAX_MAX_SECONDS", 1e-12)
+    monkeypatch.setattr(jax.stages.Compiled, "as_text", lambda self: "%x = __cudnn$fusion")
     ran, notes = checked("lax", form)
     assert "lax cudnn" in ran
-    assert {"lax", "lax rollout"} <= set(notes)
+    assert all(notes[name].startswith("skipped") for name in ("lax", "lax rollout"))
+
+
+def test_what_does_not_compile_is_not_compiled_again(monkeypatch):
+    tried = []
+
+    def fails(lhs, rhs, group_sizes):
+        tried.append(1)
+        raise ValueError("no such tile")
+
+    bind = forms.jax_candidate(fails, problem(), "gkn")
+    for sizes in (SIZES, EVEN):
+        with pytest.raises(ValueError, match="no such tile"):
+            bind(sizes)
+    assert len(tried) == 1
 
 
 def test_mosaic_gets_the_tiles_for_its_rows(modules):
