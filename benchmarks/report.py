@@ -157,16 +157,17 @@ def _kernels(rows, folder):
         found = [c for c in cells(r for r in rows if r.form == form) if c.pearl]
         if not found:
             continue
-        shown = [c for c in found if c.key.case in HEADLINES] or found
-        shown = [c for c in shown if (c.key.case, c.key.ep) == (shown[0].key.case, shown[0].key.ep)]
+        case = next((c.key.case for c in found if c.key.case in HEADLINES), found[0].key.case)
+        shown = [c for c in found if c.key.case == case]
+        shown = [c for c in shown if c.key.ep == max(x.key.ep for x in shown)]
         key = shown[0].key
         yield (
             f"{title} (`--form {form}`), {key.case} over {key.ep} "
             f"{'device' if key.ep == 1 else 'devices'}: g={key.g}, k={key.k}, n={key.n}."
         )
         yield _full_table(shown)
-        if len(names := {(c.key.case, c.key.ep) for c in found}) > 1:
-            yield f"All {len(names)} cases: medians, and the worst in brackets."
+        if len(found) > len(shown):
+            yield "All models, projections and numbers of devices: medians, the worst in brackets."
             yield _summary_table(found)
         yield " ".join(
             f"![{label}]({folder}/{picture_name(key.device, form, what)})"
@@ -219,13 +220,13 @@ def _summary_table(found):
         return f"{statistics.median(values):.2f} ({worst(values):.2f})"
 
     lines = []
-    for (case, ep), own in _groups(found, lambda c: (c.key.case, c.key.ep)).items():
+    for model, own in _groups(found, lambda c: c.key.case.split()[0]).items():
         over = [[c.pearl[x].over_floor for c in own if x in c.pearl] for x in columns]
         ratios = [[c.peers[name][1] for c in own if name in c.peers] for name in names]
         cells = [*(spread(x, max) for x in over), *(spread(x, min) for x in ratios)]
-        lines.append([case, str(ep), str(len(own)), *cells])
+        lines.append([model, str(len(own)), *cells])
     titles = [f"{COLUMNS[column]} over the floor" for column in columns]
-    return _table(["case", "devices", "cells", *titles, *names], lines)
+    return _table(["model", "cells", *titles, *names], lines)
 
 
 def _layers(rows):
@@ -341,39 +342,47 @@ def draw(rows, folder) -> list[Path]:
 
 def _draw(pyplot, path, panels, what, label):
     columns = min(len(panels), 4)
+    rows = math.ceil(len(panels) / columns)
+    size = 3.2 * columns + 1.2, 2.6 * rows
     figure, axes = pyplot.subplots(
-        math.ceil(len(panels) / columns),
-        columns,
-        figsize=(4.4 * columns, 3.3 * math.ceil(len(panels) / columns)),
-        squeeze=False,
-        layout="constrained",
+        rows, columns, figsize=size, squeeze=False, sharex=True, layout="constrained"
     )
-    names = dict.fromkeys(name for lines in panels.values() for name in lines if name != "floor")
-    peers = [name for name in names if not name.startswith("pearl")]
+    names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
+    peers = [name for name in names if name != "floor" and not name.startswith("pearl")]
     for axis, (title, lines) in zip(axes.flat, panels.items()):
         for name, points in lines.items():
             own = name.startswith("pearl")
             axis.plot(
                 *zip(*points),
                 marker="o",
-                markersize=3,
+                markersize=2.5,
                 color="gray" if name == "floor" else "C0" if own else f"C{1 + peers.index(name)}",
                 linestyle=":" if name == "floor" else "--" if name == "pearl gkn" else "-",
-                linewidth=2.2 if own else 1.2,
+                linewidth=2 if own else 1,
                 label=name,
             )
-        axis.set(title=title, xlabel="tokens of an expert", ylabel=label)
+        axis.set_title(title, fontsize=8)
+        axis.tick_params(labelsize=7)
         axis.set_xscale("log", base=2)
         if what == "roofline":
             axis.set_ylim(0, 1.2)
         else:
             axis.set_yscale("log", base=10 if what == "time" else 2)
+        if what == "speedup":
+            low, high = axis.get_ylim()
+            axis.set_ylim(min(low, 0.5), max(high, 4))
+            axis.yaxis.set_major_formatter("{x:g}")
         if what != "time":
             axis.axhline(1, color="gray", linewidth=0.8)
-        axis.legend(fontsize=6)
     for axis in axes.flat[len(panels) :]:
         axis.set_visible(False)
-    figure.savefig(path, dpi=110)
+    handles = {}
+    for axis in axes.flat:
+        handles |= {text: line for line, text in zip(*axis.get_legend_handles_labels())}
+    figure.legend([handles[n] for n in names], names, loc="outside right upper", fontsize=7)
+    figure.supxlabel("tokens of an expert", fontsize=8)
+    figure.supylabel(label, fontsize=8)
+    figure.savefig(path, dpi=90)
     pyplot.close(figure)
 
 

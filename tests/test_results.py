@@ -188,8 +188,8 @@ def test_the_section_has_times_and_says_where_peers_are_faster():
     assert lines_with(text, "16", "uniform") == [
         "| 16 | uniform | 80 | 100 | 110 | 0.90x | 1.50x |"
     ]
-    assert lines_with(text, "GLM-5.3 down", "1") == [
-        "| GLM-5.3 down | 1 | 1 | 0.62 (0.62) |  |  | 0.80 (0.80) |"
+    assert lines_with(text, "GLM-5.3", "0.94 (1.25)") == [
+        "| GLM-5.3 | 2 | 0.94 (1.25) | 1.38 (1.38) | 0.90 (0.90) | 1.15 (0.80) |"
     ]
     assert lines_with(text, "fwd", "torch") == [
         "| fwd | torch | 2 | 1 | 25.0 % | GLM-5.3 down, 64 rows, uniform, ep 1 |"
