@@ -118,7 +118,7 @@ def prepare(problem, candidates, group_sizes):
             want = got if want is None else want
             # Groups of a result are rows of a matrix, or else entries of the first axis.
             sizes = jnp.asarray(group_sizes) if want.ndim == 2 else None
-            error = float(protocol.worst_group_error_on_device(got, want, sizes))
+            error = float(protocol.worst_group_error(got, want, sizes))
         except Exception as error:
             if own:
                 raise

@@ -90,7 +90,7 @@ def measure(step, shape, rounds) -> tuple[float, float]:
         for tile in (step.tile, step.without)
     }
     got, want = (x.result() for x in ready.values())
-    error = float(protocol.worst_group_error_on_device(got, want, jnp.asarray(sizes)))
+    error = float(protocol.worst_group_error(got, want, jnp.asarray(sizes)))
     if not error <= TOLERANCE:
         raise RuntimeError(f"{step.tile} and {step.without} differ by {error:.1e} in a group")
     bursts = {tile: x.burst for tile, x in ready.items()}

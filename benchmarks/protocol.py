@@ -116,33 +116,14 @@ def measure_gpu_peaks(size=8192, rounds=5) -> Peaks:
 # Agreement.
 
 
+@jax.jit
 def worst_group_error(got, want, group_sizes=None):
     """Largest relative error of any group: norm of the difference over the norm of want.
 
-    Groups are consecutive rows by group_sizes, and the rows past the last one; or the
-    entries of the first axis where group_sizes is None. Where want is 0, got must be too.
+    Groups are consecutive rows by group_sizes, and no rows may lie past the last one; or
+    the entries of the first axis where group_sizes is None. Where want is 0, got must be
+    too. On the device, for arrays too large to fetch.
     """
-    got, want = np.asarray(got), np.asarray(want)
-    if got.shape != want.shape:
-        raise ValueError(f"worst_group_error: shapes {got.shape} and {want.shape} differ")
-    if group_sizes is not None:
-        ends = np.cumsum(group_sizes)
-        got, want = np.split(got, ends), np.split(want, ends)
-    worst = 0.0
-    for g, w in zip(got, want):
-        g, w = g.astype(np.float64), w.astype(np.float64)
-        difference, norm = np.linalg.norm(g - w), np.linalg.norm(w)
-        if norm == 0:
-            error = 0.0 if difference == 0 else math.inf
-        else:
-            error = difference / norm
-        worst = float(np.maximum(worst, error))  # unlike max(), keeps a NaN
-    return worst
-
-
-@jax.jit
-def worst_group_error_on_device(got, want, group_sizes=None):
-    """worst_group_error for arrays too large to fetch; no rows may lie past the last group."""
     if got.shape != want.shape:
         raise ValueError(f"worst_group_error: shapes {got.shape} and {want.shape} differ")
 

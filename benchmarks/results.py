@@ -154,16 +154,21 @@ def with_times(row, timing) -> Row:
 
 
 def append(path, rows: Iterable[Row]):
-    """Adds lines to the file, which need not exist, and leaves it complete if interrupted then."""
-    path = Path(path)
-    new = not path.exists() or path.stat().st_size == 0
-    if not new:
-        read(path)  # rather than mixing two formats
-    with path.open("a", newline="") as file:
+    """Adds lines to a file, which need not exist. ValueError where it has other columns."""
+    with Path(path).open("a+", newline="") as file:
+        file.seek(0)
+        old = next(csv.reader(file), None)
+        if old:
+            _require_columns(path, old)
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if new:
+        if not old:
             writer.writeheader()
         writer.writerows({c: _text(getattr(row, c)) for c in COLUMNS} for row in rows)
+
+
+def _require_columns(path, found):
+    if tuple(found or ()) != COLUMNS:
+        raise ValueError(f"{path}: the columns are {found}, not {list(COLUMNS)}")
 
 
 def _text(value):
@@ -181,8 +186,7 @@ def read(path) -> list[Row]:
     """The lines of a file. Raises ValueError where it has other columns."""
     with Path(path).open(newline="") as file:
         reader = csv.DictReader(file)
-        if tuple(reader.fieldnames or ()) != COLUMNS:
-            raise ValueError(f"{path}: the columns are {reader.fieldnames}, not {list(COLUMNS)}")
+        _require_columns(path, reader.fieldnames)
         return [_parse(line) for line in reader]
 
 
