@@ -24,28 +24,30 @@ from test_kernels import BATCHES, MODES
 
 from pearl_jax import TileConfig, tiling
 
+SHIFTS = range(len(MODES))  # with all of them, every case runs in every mode
+
 # Columns of the table: what runs of test_kernels.py, with the arguments after the name.
 CHECKS = {
-    "groups": [("test_group_sizes", mode) for mode in MODES],
+    "groups": [("test_group_sizes", shift) for shift in SHIFTS],
     "rows": [("test_rows_of_a_tile",)],
     "k tiles": [("test_k_tiles",)],
     "columns": [("test_columns",)],
     "batches": [("test_batches", case) for case in BATCHES],
-    "offsets": [("test_more_groups_than_lanes", mode) for mode in MODES],
+    "offsets": [("test_more_groups_than_lanes", shift) for shift in SHIFTS],
 }
 # The same of an outer product, of test_outer_kernels.py.
 OUTER_CHECKS = {
     "groups": CHECKS["groups"],
     "rows": [
-        (test, mode)
+        (test, shift)
         for test in ("test_rows_around_a_k_tile", "test_neighbours_of_nan")
-        for mode in MODES
+        for shift in SHIFTS
     ],
     "k tiles": [("test_stages",)],
     "columns": [("test_extents_of_the_result", accumulate) for accumulate in (False, True)],
     "batches": [
         *CHECKS["batches"],
-        *(("test_sums_over_batches", mode, reduced) for reduced in (2, 4) for mode in MODES),
+        *(("test_sums_over_batches", reduced, shift) for reduced in (2, 4) for shift in SHIFTS),
     ],
     "offsets": [("test_more_groups_than_lanes",)],
 }
