@@ -58,15 +58,14 @@ def _errors(dtype):
         matmul[rows], outer[i] = x64[rows] @ w64[i], x64[rows].T @ y64[rows]
         groups.append(rows)
     groups.append(slice(first, _M))
-    options = {"precision": "highest" if dtype == jnp.float32 else None}
+    precision = "highest" if dtype == jnp.float32 else None
+    wt = w.swapaxes(1, 2)
     return {
-        "(g, k, n)": _worst(grouped_matmul(x, w, sizes, **options), matmul, groups),
+        "(g, k, n)": _worst(grouped_matmul(x, w, sizes, precision), matmul, groups),
         "(g, n, k)": _worst(
-            grouped_matmul(x, w.swapaxes(1, 2), sizes, transpose_rhs=True, **options),
-            matmul,
-            groups,
+            grouped_matmul(x, wt, sizes, precision, transpose_rhs=True), matmul, groups
         ),
-        "outer": _worst(grouped_outer(x, y, sizes, **options), outer, range(len(_SIZES))),
+        "outer": _worst(grouped_outer(x, y, sizes, precision), outer, range(len(_SIZES))),
     }
 
 
