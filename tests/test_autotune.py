@@ -160,6 +160,16 @@ def test_table_goes_before_the_model(gpu):
         assert choose() == others[1]
 
 
+@pytest.mark.parametrize("arch", shipped.TILES)
+def test_shipped_tiles_are_chosen(arch):
+    """Every one is compiled, and its problem and no other gets it."""
+    assert len(shipped.TILES[arch]) > 100
+    for problem, (name, _) in shipped.TILES[arch].items():
+        form, g, k, n, rows = problem
+        assert Problem.of(form, g * rows, k, n, g) == problem
+        assert str(tuned.choose(arch, form, g * rows, k, n, g)) == name
+
+
 def test_without_a_gpu_the_user_has_no_table(monkeypatch):
     """Compiling for another machine, say."""
     monkeypatch.setattr(library, "present_arch", lambda: None)
