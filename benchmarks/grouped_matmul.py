@@ -170,7 +170,7 @@ class Run:
             **dataclasses.asdict(shape),
             rows=mean,
         )
-        cells = [dataclasses.replace(blank, grouping=name) for name in groupings]
+        cells = [blank._replace(grouping=name) for name in groupings]
         todo = [cell for cell in cells if not self._has(cell)]
         needed, limit = form.num_bytes(shape, shape.g * mean, self.dtype), memory()
         note = ""
@@ -185,7 +185,7 @@ class Run:
                 note = forms.reason(error)
         if note and (left := [cell for cell in todo if not self._has(cell)]):
             self.output.note(f"over {case.expert_parallel} devices: {note}", where)
-            self._keep([dataclasses.replace(cell, note=note) for cell in left])
+            self._keep([cell._replace(note=note) for cell in left])
         for _ in groupings:
             self.output.done()
 
@@ -203,15 +203,14 @@ class Run:
                 if note != UNEVEN:
                     self.output.note(f"{candidate}: {note}", where)
             timings = timing.measure(bursts, self.rounds)
-            cell = dataclasses.replace(cell, date=results.now())
+            cell = cell._replace(date=results.now())
             self._keep(self._rows(cell, problem, sizes, timings, absent | notes))
 
     def _rows(self, cell, problem, group_sizes, timings, notes) -> list[results.Row]:
         rows = []
         for candidate, column in [*timings, *notes]:
             floor = problem.floor(group_sizes, column, self.peaks)
-            row = dataclasses.replace(
-                cell,
+            row = cell._replace(
                 candidate=candidate,
                 layout=column,
                 floor_us=round(1e6 * floor.seconds, 3),
@@ -219,7 +218,7 @@ class Run:
                 note=notes.get((candidate, column), ""),
             )
             if (peer := problem.form.peers.get(row.peer)) is not None:
-                row = dataclasses.replace(row, version=results.version(peer.package))
+                row = row._replace(version=results.version(peer.package))
             if (candidate, column) in timings:
                 row = results.with_times(row, timings[candidate, column])
             rows.append(row)

@@ -224,8 +224,7 @@ def measure(programs, rounds, layer) -> list[results.Row]:
     """programs: (form, candidate) -> Program; layer: a line with what they have in common."""
     timings = timing.measure({key: p.burst for key, p in programs.items()}, rounds)
     return [
-        dataclasses.replace(
-            results.with_times(layer, timing),
+        results.with_times(layer, timing)._replace(
             form=form,
             candidate=candidate,
             version=results.version(PACKAGES[candidate]),
@@ -266,7 +265,7 @@ def run_point(blank, model, layer, candidates, rounds) -> list[results.Row]:
         notes += [f"# {candidate}, {name}: {why}" for candidate, why in reasons.items()]
         rows += found
         rows += [
-            dataclasses.replace(blank, form=name, candidate=candidate, note=why)
+            blank._replace(form=name, candidate=candidate, note=why)
             for candidate, why in reasons.items()
         ]
     parts = {
@@ -342,13 +341,13 @@ def main(argv=None):
     for label in options.layer:
         model = scale_down(LAYERS[label]) if options.cpu else LAYERS[label]
         blanks = [describe(label, model, num_tokens) for num_tokens in token_counts]
-        cells = [[dataclasses.replace(b, form=name) for name in PASSES] for b in blanks]
+        cells = [[b._replace(form=name) for name in PASSES] for b in blanks]
         todo = [c[0] for c in cells if not all(results.holds(found, x, candidates) for x in c)]
         if not todo:
             continue
         layer = random_layer(model)
         for blank in todo:
-            blank = dataclasses.replace(blank, date=results.now())
+            blank = blank._replace(date=results.now())
             rows = run_point(blank, model, layer, candidates, options.rounds)
             if options.csv:
                 results.append(options.csv, rows)

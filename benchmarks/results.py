@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import dataclasses
 import datetime
 import functools
 import importlib.metadata
@@ -18,12 +17,12 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple, get_type_hints
 
 import jax
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """A line of the file; the columns in this order. What is not known is empty.
 
     Attributes:
@@ -91,7 +90,7 @@ class Row:
         return tuple(getattr(self, name) for name in CELL)
 
 
-COLUMNS = tuple(field.name for field in dataclasses.fields(Row))
+COLUMNS = Row._fields
 CELL = ("device", "dtype", "form", "case", "ep", "g", "k", "n", "rows", "grouping")
 
 
@@ -144,8 +143,7 @@ def holds(rows, cell, peers) -> bool:
 def with_times(row, timing) -> Row:
     """timing: seconds of one call."""
     us = [1e6 * s for s in timing.samples]
-    return dataclasses.replace(
-        row,
+    return row._replace(
         us=round(1e6 * timing.seconds, 3),
         min_us=round(min(us), 3),
         max_us=round(max(us), 3),
@@ -191,12 +189,13 @@ def read(path) -> list[Row]:
 
 
 _PARSE = {
-    "str": str,
-    "int": int,
-    "bool": bool,
-    "float": lambda text: float(text) if text else math.nan,
+    str: str,
+    int: int,
+    bool: bool,
+    float: lambda text: float(text) if text else math.nan,
 }
+_TYPES = get_type_hints(Row)
 
 
 def _parse(line) -> Row:
-    return Row(**{f.name: _PARSE[str(f.type)](line[f.name]) for f in dataclasses.fields(Row)})
+    return Row(**{name: _PARSE[kind](line[name]) for name, kind in _TYPES.items()})

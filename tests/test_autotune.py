@@ -1,8 +1,8 @@
 """Tiles by measurement: what is measured, the table that keeps it, and who reads that."""
 
+import concurrent.futures
 import itertools
 import logging
-import multiprocessing
 import sys
 
 import jax
@@ -211,21 +211,23 @@ def test_damaged_lines(gpu, caplog):
     assert len(tuned.read(gpu)) == 2
 
 
-def _add(file, first):
-    for i in range(first, first + 20):
-        tuned.add(file, {PROBLEM._replace(n=i): measured(TileConfig(64, 256))})
-
-
 def test_several_processes_add_to_one_table(tmp_path):
-    file = tmp_path / "tiles.txt"
-    spawn = multiprocessing.get_context("spawn")
-    running = [spawn.Process(target=_add, args=(file, 100 * i)) for i in (1, 2)]
-    for process in running:
-        process.start()
-    for process in running:
-        process.join(60)
-        assert process.exitcode == 0
-    assert {p.n for p in tuned.read(file)} == {100 * i + j for i in (1, 2) for j in range(20)}
+    add_20 = """
+        import os
+        from pearl_jax import TileConfig, tuned
+
+        first = int(os.environ["FIRST"])
+        measured = tuned.Measured(TileConfig(64, 256), "2026-11-30", {})
+        for n in range(first, first + 20):
+            tuned.add(os.environ["TABLE"], {tuned.Problem("fwd", 1, 1, n, 1): measured})
+    """
+    table = str(tmp_path / "tiles.txt")
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        for process in [pool.submit(python, add_20, TABLE=table, FIRST=f) for f in ("100", "200")]:
+            process.result()
+    assert {p.n for p in tuned.read(table)} == {
+        first + i for first in (100, 200) for i in range(20)
+    }
 
 
 def test_another_process_is_noticed(gpu):
