@@ -62,6 +62,8 @@ def blackwell():
             # Weights on M, over a pair; a cluster of single CTAs.
             ("dgrad", "bfloat16", "bfloat16", True, TileConfig(128, 256, 64, 1, 2)),
             ("fwd", "bfloat16", "bfloat16", True, TileConfig(32, 128, 64, 2)),
+            # In a cluster of pairs some CTAs have no part in some K tiles.
+            ("dgrad", "float16", "float16", False, TileConfig(64, 256, 128, 2, 2)),
         )
     ]
 

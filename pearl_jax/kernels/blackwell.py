@@ -231,7 +231,14 @@ class BlackwellGroupedMatmul:
                 if opens:
                     weights_ring.wait_empty(weights_state)
                     num_bytes += self.tile.ctas * self.weights_bytes
-                tokens_ring.wait_empty(tokens_state)
+                if cutlass.const_expr(self.tile.cluster == 1 or self.tile.ctas == 1):
+                    tokens_ring.wait_empty(tokens_state)
+                else:
+                    # A CTA without a part in this K tile must not wait: nobody waits for it
+                    # either, so the barrier may be two phases on when it looks.
+                    copies = opens or scheduler.rank() < num_boxes
+                    if copies or mainloop.rank_in_pair() == 0:
+                        tokens_ring.wait_empty(tokens_state)
                 if mainloop.rank_in_pair() == 0:
                     tokens_ring.announce(tokens_state, num_bytes)
                 full = tokens_ring.full_barrier(tokens_state)
