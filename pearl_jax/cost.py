@@ -11,9 +11,8 @@ the longest of
                then these and its rows through the port of a multiprocessor
 
 A round takes the mean of its work tiles. Of 154 problems that were measured on an H200 the
-estimates are off by 6 % (root mean square; by 36 % at most, where a kernel takes 70 us or less),
-and the tiles chosen take 0.7 % longer than the best in the mean, 8.6 % at most
-(benchmarks/notes/tiles.md).
+estimates are off by 6 % (root mean square; 36 % at most), and the tiles chosen take 0.7 % longer
+than the best in the mean, 8.6 % at most (benchmarks/notes/tiles.md).
 
 Only the standard library is used here.
 """
@@ -148,12 +147,20 @@ def typical_sizes(m, num_groups) -> list[list[int]]:
     ]
 
 
-def rank(arch, form, m, k, n, num_groups) -> list[list[Estimate]]:
-    """Of each tile to choose from, an estimate for every typical spread; the best tile first."""
+def mean_seconds(estimates) -> float:
+    """What counts of a tile's estimates for all typical spreads: their geometric mean."""
+    return statistics.geometric_mean(e.seconds for e in estimates)
+
+
+def rank(arch, form, m, k, n, num_groups, tiles=None) -> list[list[Estimate]]:
+    """Of each tile an estimate for every typical spread; the best tile first.
+
+    tiles: by default those to choose from.
+    """
     spreads = typical_sizes(m, num_groups)
-    tiles = tiling.candidates(arch, form, m / max(num_groups, 1))
+    tiles = tiles or tiling.candidates(arch, form, m / max(num_groups, 1))
     found = [[estimate(arch, form, tile, k, n, sizes) for sizes in spreads] for tile in tiles]
-    return sorted(found, key=lambda row: math.prod(e.seconds for e in row))
+    return sorted(found, key=mean_seconds)
 
 
 @functools.cache

@@ -6,6 +6,7 @@ import datetime
 import functools
 import importlib
 import math
+import statistics
 
 import jax
 import jax.numpy as jnp
@@ -121,12 +122,8 @@ def _worth_measuring(arch, problem):
     tiles = tiling.tiles(arch, form)
     if form == "wgrad":
         return tiles
-    sizes = cost.typical_sizes(g * rows, g)
-    seconds = {
-        tile: math.prod(cost.estimate(arch, form, tile, k, n, s).seconds for s in sizes)
-        ** (1 / len(sizes))
-        for tile in tiles
-    }
+    ranked = cost.rank(arch, form, g * rows, k, n, g, tiles)
+    seconds = {row[0].tile: cost.mean_seconds(row) for row in ranked}
     return [tile for tile in tiles if seconds[tile] <= _PRUNE * min(seconds.values())]
 
 
@@ -153,7 +150,7 @@ def _measure(problem, tiles, rounds):
         return jax.jit(lambda operands, sizes: [one(*operands, s) for s in sizes])
 
     programs = {tile: program(tile) for tile in tiles}
-    seconds = dict.fromkeys(tiles, 1.0)
+    seconds = {tile: [] for tile in tiles}
     for sizes in spreads:
         # A buffer for each call, or equal calls would be made only once.
         sizes = [jnp.array(sizes, jnp.int32) for _ in range(calls)]
@@ -165,8 +162,8 @@ def _measure(problem, tiles, rounds):
             burst.wait(burst.start(1))  # compiles
         for tile, found in timing.measure(bursts, rounds).items():
             # Noise may leave nothing of a call that takes next to no time.
-            seconds[tile] *= max(found.seconds, 1e-9) ** (1 / len(spreads))
-    return seconds
+            seconds[tile].append(max(found.seconds, 1e-9))
+    return {tile: statistics.geometric_mean(taken) for tile, taken in seconds.items()}
 
 
 @functools.lru_cache(maxsize=1)
