@@ -9,8 +9,9 @@ import functools
 import numpy as np
 import oracle
 import pytest
-from emulator import emulate
+from emulator import HazardError, Hold, emulate
 from emulator.kernels import compile_cases, missing
+from emulator.mutations import displaced, edit_ptx
 from emulator.problems import ENCODE, POISON, from_bf16
 
 from pearl_jax import TileConfig, tiling
@@ -117,11 +118,12 @@ def decoded(bits):
     return from_bf16(bits) if bits.dtype == np.uint16 else bits.astype(np.float32)
 
 
-def run(kernel, spec, sizes, *, m, k, n, offset=(0,), held=None, index=None, mode="random", seed=0):
+def run(kernel, spec, sizes, *, m, k, n, offset=(0,), held=None, index=None, **schedule):
     """Runs a problem in the emulator and compares the result with the oracle, bit by bit.
 
     sizes: (batches, groups); offset: (batches,); index: which batch of lhs, rhs, sizes and
-    offset each batch of the result takes, by default one batch of each.
+    offset each batch of the result takes, by default one batch of each; schedule: of emulate,
+    by default at random.
     """
     sizes, offset = np.atleast_2d(np.array(sizes, np.int64)), np.array(offset)
     held = sizes.shape[1] if held is None else held
@@ -153,7 +155,7 @@ def run(kernel, spec, sizes, *, m, k, n, offset=(0,), held=None, index=None, mod
         m, n, k, held, sizes.shape[1], len(index), batches[0], batches[1],
         sms,
     ]  # fmt: skip
-    outputs, report = emulate(kernel, values, mode=mode, seed=seed, sm_count=sms)
+    outputs, report = emulate(kernel, values, sm_count=sms, **{"mode": "random"} | schedule)
     got, want = decoded(outputs[5]), decoded(ENCODE[out_dtype](want))
     wrong = np.argwhere(got != want)
     assert not len(wrong), f"{len(wrong)} elements are wrong, the first at {wrong[0]}"
@@ -268,6 +270,52 @@ def test_tensor_memory(compiled, name):
     (function,) = compiled[name].module.kernels.values()
     freed = [s.operands[1] for s in function.statements if s.opcode.startswith("tcgen05.dealloc")]
     assert freed == [str(tiling.tensor_memory_columns(SPECS[name].tile))]
+
+
+WIDE_PAIRS = [name for name, spec in SPECS.items() if spec.tile.n == 512]
+
+
+def statements(kernel):
+    (function,) = kernel.module.kernels.values()
+    return [s.opcode for s in function.statements]
+
+
+@pytest.mark.parametrize("name", WIDE_PAIRS)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("k_tiles", [1, 2, 5])
+def test_halves_overlap(compiled, name, mode, k_tiles):
+    """The right half of a tile is stored only after the next tile's left half was begun."""
+    run_held(compiled[name], SPECS[name], k_tiles, mode)
+
+
+@pytest.mark.parametrize("name", WIDE_PAIRS)
+def test_halves_that_share_a_barrier_do_not_overlap(compiled, name):
+    """So that the test above can fail: the left half, too, waits for the right one's room."""
+    opcodes = statements(compiled[name])
+    before = opcodes[: opcodes.index(next(x for x in opcodes if x.startswith("tcgen05.mma")))]
+    # The last wait before the products is for their operands, the one before for the accumulator.
+    nth = sum(x.startswith("mbarrier.try_wait") for x in before) - 2
+    shared = edit_ptx(compiled[name], "mbarrier.try_wait", nth, displaced(1, 8))
+    run_held(shared, SPECS[name], 2, "random", times=0)  # right, but for the overlap
+    with pytest.raises(HazardError, match="as it is told to") as error:
+        run_held(shared, SPECS[name], 2, "random")
+    assert error.value.kinds == ["deadlock"]
+
+
+def run_held(kernel, spec, k_tiles, mode, times=2):
+    """Three tiles of each pair; of the first ones the epilogue is held before the right half."""
+    opcodes = statements(kernel)
+    tensor_core = [(i, x) for i, x in enumerate(opcodes) if x.startswith("tcgen05")]
+    # Of an epilogue's half, the fence after its wait: once a tile.
+    _, right = (
+        i for (i, x), (_, after) in zip(tensor_core, tensor_core[1:])
+        if x == "tcgen05.fence::after_thread_sync" and after.startswith("tcgen05.ld")
+    )  # fmt: skip
+    left = next(i for i, x in tensor_core if x.startswith("tcgen05.mma"))
+    begun = min(k_tiles, tiling.stages(spec.arch, spec.tile)[1] // 2)  # K tiles, each tile
+    hold = Hold(held=right, awaited=left, ratio=begun, times=times)
+    sizes = [200, 0, 300]
+    run(kernel, spec, sizes, m=500, k=64 * k_tiles, n=1024, mode=mode, seed=k_tiles, hold=hold)
 
 
 def test_wrong_answers_are_noticed(compiled, monkeypatch):

@@ -3,6 +3,7 @@
 import ctypes
 import time
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -41,6 +42,20 @@ class Report:
         self.async_operations += other.async_operations
         self.barrier_phases += other.barrier_phases
         self.seconds += other.seconds
+
+
+class Hold(NamedTuple):
+    """Holds warps back: what one statement is for must go on while another waits for it.
+
+    Each of the first `times` times that a warp comes to statement `held`, it waits until its
+    cluster has executed statement `awaited` more than `ratio` times for each time it came there.
+    Statements are counted as in Module.kernels[...].statements.
+    """
+
+    held: int
+    awaited: int
+    ratio: int
+    times: int
 
 
 class Memory:
@@ -99,6 +114,7 @@ def emulate(
     resident: int = 1,
     strict_tmem: bool = False,
     allow_unwritten: bool = False,
+    hold: Hold | None = None,
     check: bool = True,
     max_instructions: int = 200_000_000,
 ) -> tuple[list[np.ndarray], Report]:
@@ -112,6 +128,7 @@ def emulate(
     resident: clusters that run at the same time.
     strict_tmem: the registers of tcgen05.ld are free only after tcgen05.wait::ld.
     allow_unwritten: the tensor core may read shared memory that nothing wrote.
+    hold: an order of two statements that the kernel must allow, or it deadlocks.
     check: raise HazardError when there is any.
 
     Returns the arrays after the run, in the order of `values`, and a report.
@@ -132,6 +149,7 @@ def emulate(
             allow_unwritten=allow_unwritten,
             entry_registers=registers.get(launch.kernel, 0),
             max_instructions=max_instructions,
+            hold=native.Hold(*(hold or ())),
         )
         report.add(run_launch(kernel.program(launch.kernel), launch, memories, options))
         if report.hazards:

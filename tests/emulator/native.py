@@ -92,6 +92,10 @@ class LaunchConfig(ctypes.Structure):
     ]
 
 
+class Hold(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_uint32) for name in ("held", "awaited", "ratio", "times")]
+
+
 class Options(ctypes.Structure):
     _fields_ = [
         ("mode", ctypes.c_uint32),
@@ -101,6 +105,7 @@ class Options(ctypes.Structure):
         ("allow_unwritten", ctypes.c_uint32),
         ("entry_registers", ctypes.c_uint32),
         ("max_instructions", ctypes.c_uint64),
+        ("hold", Hold),
     ]
 
 

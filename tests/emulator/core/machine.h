@@ -44,6 +44,12 @@ std::string text(const char* format, Args... args) {
 
 enum class Mode : u32 { kInOrder, kRandom, kAdversarial };
 
+// A warp executes instruction `held` for the nth time, n <= times, only when its cluster has
+// executed instruction `awaited` more than n * ratio times.
+struct Hold {
+  u32 held, awaited, ratio, times;
+};
+
 struct Options {
   u32 mode;
   u32 seed;
@@ -52,6 +58,7 @@ struct Options {
   u32 allow_unwritten;  // the tensor core may read shared memory that nothing wrote
   u32 entry_registers;  // of a thread, from the cubin; 0: the register pool is not checked
   u64 max_instructions;
+  Hold hold;
 };
 
 struct LaunchConfig {
@@ -121,6 +128,7 @@ struct Warp {
   bool timed_wait = false;  // the wait may give up: mbarrier.try_wait
   bool give_up = false;
   u32 register_count = 0;  // of a thread, after setmaxnreg
+  u32 times_held = 0;      // how often it executed options.hold.held
   u64 instructions = 0;
 
   // Bulk copies: groups committed and not waited for; the last one is open.
@@ -185,6 +193,7 @@ struct Cluster {
   Agent agents = 1;  // agent 0: the grid that came before
   std::vector<std::string> agent_names{"the previous grid"};
   NamedBarrier barrier;
+  u32 times_awaited = 0;  // how often its warps executed options.hold.awaited
   bool finished = false;
 
   Agent new_agent(const std::string& name) {
@@ -278,6 +287,8 @@ struct Machine {
   bool execute(Warp& w, Group& g, const Instr& in, u32 lanes);
   void exit_lanes(Warp& w, u32 lanes);
   bool converged(Warp& w, const Instr& in, u32 lanes);
+  bool held(Warp& w, u32 pc);
+  void note(Warp& w, u32 pc);
   std::string who_waits();
 
   // Operands

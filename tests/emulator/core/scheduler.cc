@@ -190,6 +190,23 @@ bool Machine::converged(Warp& w, const Instr& in, u32 lanes) {
   return (need & ~lanes) == 0;
 }
 
+// Whether the options hold the warp back at this instruction.
+bool Machine::held(Warp& w, u32 pc) {
+  const Hold& hold = options.hold;
+  if (pc != hold.held || w.times_held >= hold.times) return false;
+  if (w.cta->cluster->times_awaited > hold.ratio * (w.times_held + 1)) return false;
+  w.waiting = text("line %d, as it is told to", code[hold.awaited].line);
+  return true;
+}
+
+void Machine::note(Warp& w, u32 pc) {
+  if (pc == options.hold.held) w.times_held++;
+  if (pc == options.hold.awaited) {
+    w.cta->cluster->times_awaited++;
+    progress++;
+  }
+}
+
 void Machine::exit_lanes(Warp& w, u32 lanes) {
   w.live &= ~lanes;
   progress++;
@@ -318,7 +335,8 @@ void Machine::step(Warp& w, u32 budget) {
       } else {
         if (!w.in_flight.empty() || !w.loading.empty()) check_registers(w, in);
         stuck = false;
-        if (execute(w, g, in, lanes)) {
+        if (!held(w, g.pc) && execute(w, g, in, lanes)) {
+          if (options.hold.times) note(w, groups[0].pc);
           groups[0].pc++;
           ran = true;
         }
