@@ -1,15 +1,18 @@
-"""The Blackwell kernels beside NVIDIA's grouped matmul: what the compiler made of each.
+"""The Blackwell kernels beside NVIDIA's: what the compiler made of each.
 
   python -m benchmarks.blackwell                 needs no GPU, but the extras "emulator" and "test"
   python -m benchmarks.blackwell --gpu           on a B200: checks, tunes, compares with peers
 
-NVIDIA's is the contiguous-offset grouped kernel of nvidia-cutlass-operators, compiled in
-the same run for bfloat16 and weights (g, n, k). For each tile: rows and K tiles of weights
-that one multiprocessor holds in flight, and their KiB; KiB of shared memory that stages
-results; columns of tensor memory; bytes of a store; instructions of the innermost loops
-that copy, multiply and store, for each K tile or, of the last, for each KiB of results of a
-warp; and their instructions that wait for or signal a barrier, of which those of the second
-ring of a stage with two K tiles run for every other K tile only.
+NVIDIA's are those of nvidia-cutlass-operators, compiled in the same run for bfloat16. Of the
+matmul, with weights (g, n, k), it is the contiguous-offset grouped kernel. There is none for
+the outer product of groups, so the persistent dense kernel stands beside it, with operands
+that lie the same way, as for a single group. For each tile: rows and K tiles of weights that
+one multiprocessor holds in flight (columns of lhs and of rhs, for the outer product), and
+their KiB; KiB of shared memory that stages results; columns of tensor memory; bytes of a
+store; instructions of the innermost loops that copy, multiply and store, for each K tile or,
+of the last, for each KiB of results of a warp; and their instructions that wait for or signal
+a barrier, of which those of the second ring of a stage with two K tiles run for every other K
+tile only.
 """
 
 from __future__ import annotations
@@ -32,12 +35,28 @@ from pathlib import Path
 ARCH = "sm_100f"
 ROOT = Path(__file__).resolve().parents[1]
 
-# (who, its name for the tile, the tile), those to compare next to each other.
+TITLES = {"dgrad": "grouped_matmul, (g, n, k)", "wgrad": "grouped_outer"}
+# By form: NVIDIA's kernel, how operands lie, and its tiles.
+_PAIR = {"cluster": (2, 1), "two_cta": True}
 NVIDIA = {
-    "64x128": {"tile": (64, 128)},
-    "128x128": {"tile": (128, 128)},
-    "256x128 pair": {"tile": (256, 128), "cluster": (2, 1), "two_cta": True},
-    "256x256 pair": {"tile": (256, 256), "cluster": (2, 1), "two_cta": True},
+    "dgrad": (
+        "grouped",
+        {},
+        {
+            "64x128": {"tile": (64, 128)},
+            "128x128": {"tile": (128, 128)},
+            "256x128 pair": {"tile": (256, 128), **_PAIR},
+            "256x256 pair": {"tile": (256, 256), **_PAIR},
+        },
+    ),
+    "wgrad": (
+        "dense",
+        {"a_mn_major": True, "b_mn_major": True},
+        {
+            "dense 128x128": {"tile": (128, 128)},
+            "dense 256x256 pair": {"tile": (256, 256), **_PAIR},
+        },
+    ),
 }
 
 
@@ -48,13 +67,13 @@ def start_worker():
     sys.path[:0] = [str(ROOT / "tests")]
 
 
-def compile_ours(fields):
+def compile_ours(form, fields):
     """The GPU binary of one of our tiles, and what it holds in memory."""
     from pearl_jax import TileConfig, tiling
     from pearl_jax.kernels.blackwell import compile_kernel
 
     tile = TileConfig(*fields)
-    spec = tiling.KernelSpec(ARCH, "dgrad", "bfloat16", "bfloat16", True, tile)
+    spec = tiling.KernelSpec(ARCH, form, "bfloat16", "bfloat16", True, tile)
     weights, rows = tiling.stages(ARCH, tile)
     ratio = tile.k // tiling.K_TILE
     memory = {
@@ -68,20 +87,21 @@ def compile_ours(fields):
     return compile_kernel(spec).__cubin__, memory
 
 
-def compile_nvidias(case):
+def compile_nvidias(form, case):
     """As compile_ours, of NVIDIA's kernel."""
     compile_nvidia = importlib.import_module("emulator.compile_nvidia")  # of tests/
     cute = importlib.import_module("cutlass.cute")
-    gemm = compile_nvidia.make_gemm("grouped", **case)
-    compute_stages, staged = gemm._compute_stages, []
+    kernel, layout, _ = NVIDIA[form]
+    gemm = compile_nvidia.make_gemm(kernel, **case)
+    set_up, staged = gemm._setup_attributes, []
 
-    def note_epilogue_tile(mma, tiler, a_dtype, b_dtype, epilogue_tile, *rest):
+    def note_epilogue_tile():
+        set_up()
         # Here, as its parts are layouts that only exist while the kernel is traced.
-        staged.extend(int(cute.size(extent)) for extent in epilogue_tile)
-        return compute_stages(mma, tiler, a_dtype, b_dtype, epilogue_tile, *rest)
+        staged.extend(int(cute.size(extent)) for extent in gemm.epi_tile)
 
-    gemm._compute_stages = note_epilogue_tile
-    compiled = compile_nvidia.compile_gemm(ARCH, gemm, "grouped", 2)
+    gemm._setup_attributes = note_epilogue_tile
+    compiled = compile_nvidia.compile_gemm(ARCH, gemm, kernel, 2, **layout)
     ctas = 2 if case.get("two_cta") else 1
     stages, (m, n) = gemm.num_ab_stage, case["tile"]
     memory = {
@@ -167,19 +187,27 @@ def figures(cubin):
 
 
 def compare():
+    """form -> kernel and tile -> its figures."""
     from pearl_jax import TileConfig, tiling
 
-    tiles = [*tiling.tiles(ARCH, "dgrad"), TileConfig(128, 256, 64, rows_on_m=True)]
-    ours = {f"pearl_jax {tile}": tuple(vars(tile).values()) for tile in tiles}
-    found = {}
+    ours = {form: tiling.tiles(ARCH, form) for form in NVIDIA}
+    ours["dgrad"].append(TileConfig(128, 256, 64, rows_on_m=True))
     with concurrent.futures.ProcessPoolExecutor(
         2, mp_context=multiprocessing.get_context("spawn"), initializer=start_worker
     ) as pool:
-        running = {name: pool.submit(compile_ours, tile) for name, tile in ours.items()}
-        running |= {f"NVIDIA {n}": pool.submit(compile_nvidias, c) for n, c in NVIDIA.items()}
-        for name, future in running.items():
-            cubin, memory = future.result()
-            found[name] = memory | figures(cubin)
+        running = {
+            form: {
+                f"pearl_jax {tile}": pool.submit(compile_ours, form, tuple(vars(tile).values()))
+                for tile in ours[form]
+            }
+            | {f"NVIDIA {n}": pool.submit(compile_nvidias, form, c) for n, c in cases.items()}
+            for form, (_, _, cases) in NVIDIA.items()
+        }
+        found = {form: {} for form in running}
+        for form, futures in running.items():
+            for name, future in futures.items():
+                cubin, memory = future.result()
+                found[form][name] = memory | figures(cubin)
     return found
 
 
@@ -211,15 +239,18 @@ def main():
     found = compare()
     if options.json:
         Path(options.json).write_text(json.dumps(found, indent=1))
-    width = max(map(len, found))
-    print(" " * width, *(f"{title:>{max(len(title), 8)}}" for title in COLUMNS.values()))
-    for name, row in found.items():
-        cells = (
-            f"{x if isinstance(x, str) else format(x, '.4g'):>{max(len(title), 8)}}"
-            for x, title in ((row[column], title) for column, title in COLUMNS.items())
-        )
-        print(f"{name:<{width}}", *cells)
-    print("\nCompiled, not run: nothing here was measured on a Blackwell GPU.")
+    width = max(len(name) for rows in found.values() for name in rows)
+    for form, rows in found.items():
+        titles = (f"{title:>{max(len(title), 8)}}" for title in COLUMNS.values())
+        print(f"{TITLES[form]:<{width}}", *titles)
+        for name, row in rows.items():
+            cells = (
+                f"{x if isinstance(x, str) else format(x, '.4g'):>{max(len(title), 8)}}"
+                for x, title in ((row[column], title) for column, title in COLUMNS.items())
+            )
+            print(f"{name:<{width}}", *cells)
+        print()
+    print("Compiled, not run: nothing here was measured on a Blackwell GPU.")
 
 
 def run_on_gpu():
@@ -233,10 +264,13 @@ def run_on_gpu():
             f"there is no Blackwell GPU here ({arch or 'no GPU with kernels'}): nothing was run"
         )
     python = [sys.executable, "-m"]
+    times = "benchmarks/results/b200.csv"
+    forms = ["--form", "fwd", "dgrad", "wgrad"]
     for command in (
-        [*python, "pytest", "-q", "-m", "gpu", "tests/gpu"],
+        [*python, "pytest", "-q", "-m", "gpu", "tests/gpu"],  # every kernel among others
         [*python, "pearl_jax.autotune", "--shapes", *MODELS],
-        [*python, "benchmarks.grouped_matmul", "--measure-peaks"],
+        [*python, "benchmarks.grouped_matmul", *forms, "--measure-peaks", "--csv", times],
+        [*python, "benchmarks.report", times],
     ):
         print("==", *command[1:], flush=True)
         subprocess.run(command, cwd=ROOT, check=True)

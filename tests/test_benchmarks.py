@@ -1,6 +1,7 @@
 """What the benchmarks time and how, their arithmetic and their runs; no GPU is needed."""
 
 import dataclasses
+import importlib
 import math
 import re
 import sys
@@ -24,7 +25,7 @@ from benchmarks import (
     scaling,
     shapes,
 )
-from pearl_jax import library, timing
+from pearl_jax import library, tiling, timing
 
 
 def test_slope_leaves_out_the_fixed_cost():
@@ -492,6 +493,31 @@ def test_without_a_blackwell_gpu_nothing_is_run_and_it_says_so(monkeypatch, arch
     monkeypatch.setattr(blackwell.subprocess, "run", None)
     with pytest.raises(SystemExit, match="there is no Blackwell GPU here"):
         blackwell.run_on_gpu()
+
+
+def test_on_a_blackwell_gpu_everything_is_checked_tuned_and_compared(monkeypatch):
+    """The commands are those of programs that take them; none is run here."""
+    commands = []
+    monkeypatch.setattr(library, "present_arch", lambda: blackwell.ARCH)
+    monkeypatch.setattr(blackwell.subprocess, "run", lambda command, **_: commands.append(command))
+    blackwell.run_on_gpu()
+    tests, tuning, comparison, tables = (command[3:] for command in commands)
+    assert [command[2] for command in commands] == [
+        "pytest",
+        "pearl_jax.autotune",
+        "benchmarks.grouped_matmul",
+        "benchmarks.report",
+    ]
+    assert (blackwell.ROOT / tests[-1] / "test_values.py").exists()
+    tuned = []
+    tune = importlib.import_module("pearl_jax.autotune.__main__")
+    monkeypatch.setattr(tune, "tune", lambda problems, **_: tuned.extend(problems))
+    tune.main(tuning)
+    assert {problem.form for problem in tuned} == set(tiling.FORMS)
+    options = grouped_matmul._parser().parse_args(comparison)
+    assert options.form == list(tiling.FORMS)
+    assert options.measure_peaks
+    assert [options.csv] == tables
 
 
 @pytest.mark.parametrize(
