@@ -294,7 +294,7 @@ class Permutation(NamedTuple):
       order: (r,) int32, the pair of each row; pair p is choice p % top_k of token p // top_k,
         and t * top_k is none.
       inverse: (t, top_k) int32, the row of each pair; r and above is none.
-      group_sizes: (e,) int32; the rows of masked tokens come after them all.
+      group_sizes: (e,) int32; rows past their sum have no pair, nor masked tokens a row.
     """
 
     order: jax.Array
@@ -303,15 +303,17 @@ class Permutation(NamedTuple):
 
 
 def sort_by_expert(experts, num_experts) -> Permutation:
-    """Experts (t, top_k) -> Permutation, by a stable sort."""
+    """Experts (t, top_k) -> Permutation, by a stable sort; num_experts and above are masked."""
     keys, pairs = experts.ravel(), lax.iota(jnp.int32, experts.size)
     keys, pairs = sharding.vary_alike(keys, pairs)
     # Not argsort: in shard_map, jax 0.11 takes its result for the same on all devices, and
     # gradients through it are those of one device.
-    _, order = lax.sort((keys, pairs), num_keys=1, is_stable=True)
+    keys, order = lax.sort((keys, pairs), num_keys=1, is_stable=True)
     inverse = jnp.zeros_like(order).at[order].set(pairs, unique_indices=True)
-    group_sizes = tokens_per_expert(experts, num_experts)
-    return Permutation(order, inverse.reshape(experts.shape), group_sizes)
+    # Rows of no expert may be most of them: what they had to read would take as long.
+    order = jnp.where(keys < num_experts, order, experts.size)
+    inverse = jnp.where(experts < num_experts, inverse.reshape(experts.shape), experts.size)
+    return Permutation(order, inverse, tokens_per_expert(experts, num_experts))
 
 
 def dispatch(tokens, permutation: Permutation):

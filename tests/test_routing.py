@@ -240,10 +240,16 @@ def permutation_of(rng, t=20, top_k=3, e=6):
 
 
 def test_sort_by_expert(rng):
+    """Masked tokens have no row: not where they would be read, nor where they would be added."""
     experts, permutation = permutation_of(rng)
     order = np.argsort(experts.ravel(), kind="stable")
-    np.testing.assert_array_equal(permutation.order, order)
-    np.testing.assert_array_equal(permutation.inverse.ravel()[order], np.arange(order.size))
+    used = np.sum(experts < 6)
+    assert 0 < used < order.size
+    np.testing.assert_array_equal(permutation.order[:used], order[:used])
+    np.testing.assert_array_equal(permutation.order[used:], order.size)
+    inverse = np.full(order.size, order.size)
+    inverse[order[:used]] = np.arange(used)
+    np.testing.assert_array_equal(permutation.inverse.ravel(), inverse)
     counts = np.bincount(experts.ravel(), minlength=7)[:6]
     np.testing.assert_array_equal(permutation.group_sizes, counts)
     assert permutation.group_sizes[2] == 0
@@ -253,20 +259,26 @@ def test_rows_and_their_gradients(rng):
     """Each of the four against numpy, and its gradient against the transpose in numpy."""
     experts, permutation = permutation_of(rng)
     (t, top_k), r, d = experts.shape, experts.size, 4
-    order = np.argsort(experts.ravel(), kind="stable")
+    used = np.sum(experts < 6)
+    order = np.argsort(experts.ravel(), kind="stable")[:used]
+
+    def padded(rows):
+        return np.pad(rows, ((0, r - used), (0, 0)))
+
     tokens, pairs, rows, weights = (
         jnp.float32(rng.standard_normal(s)) for s in ((t, d), (t, top_k, d), (r, d), (t, top_k))
     )
+    rows = rows.at[used:].set(jnp.nan)
     dispatched, vjp = jax.vjp(lambda x: routing.dispatch(x, permutation), tokens)
-    np.testing.assert_array_equal(dispatched, tokens[order // top_k])
+    np.testing.assert_array_equal(dispatched, padded(tokens[order // top_k]))
     want = np.zeros((t, d))
-    np.add.at(want, order // top_k, rows)
+    np.add.at(want, order // top_k, rows[:used])
     np.testing.assert_allclose(vjp(rows)[0], want, rtol=1e-5, atol=1e-6)
 
     in_rows, vjp = jax.vjp(lambda x: routing.to_rows(x, permutation), pairs)
-    np.testing.assert_array_equal(in_rows, pairs.reshape(r, d)[order])
-    unsorted = np.empty((r, d), np.float32)
-    unsorted[order] = rows
+    np.testing.assert_array_equal(in_rows, padded(pairs.reshape(r, d)[order]))
+    unsorted = np.zeros((r, d), np.float32)
+    unsorted[order] = rows[:used]
     unsorted = unsorted.reshape(t, top_k, d)
     np.testing.assert_array_equal(vjp(rows)[0], unsorted)
 
@@ -278,7 +290,7 @@ def test_rows_and_their_gradients(rng):
     np.testing.assert_allclose(out, (unsorted * weights[..., None]).sum(1), rtol=1e-5, atol=1e-6)
     drows, dweights = vjp(tokens)
     np.testing.assert_allclose(
-        drows, (weights[..., None] * tokens[:, None]).reshape(r, d)[order], rtol=1e-6
+        drows, padded((weights[..., None] * tokens[:, None]).reshape(r, d)[order]), rtol=1e-6
     )
     np.testing.assert_allclose(dweights, (unsorted * tokens[:, None]).sum(-1), rtol=1e-5, atol=1e-6)
 
