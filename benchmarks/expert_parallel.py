@@ -1,23 +1,28 @@
 """The routed experts of a layer over the devices of one host: every strategy, and its exchanges.
 
-  python -m benchmarks.expert_parallel
-  python -m benchmarks.expert_parallel --tokens 64 512 --strategies replicate all_to_all ragged
+  python -m benchmarks.expert_parallel --csv layers.csv
+  python -m benchmarks.expert_parallel --tokens 64 512 --strategies gather all_to_all,capacity=1
   python -m benchmarks.expert_parallel --cpu     # scaled down: shows that it runs
 
-GLM-5.3 in bfloat16, its experts spread over all devices, random tokens and routing. Columns, for
-each number of tokens of a device and each strategy: microseconds of the forward pass and of a step
-(forward, with gradients for tokens and experts); microseconds of the exchanges of a forward
-pass alone, compiled without what lies between them, and their share of it; how many times
-longer these take than two dense all_to_all of one device's tokens, the same bytes as slots
-without a capacity; how many times longer the forward pass takes than on one device with all
-experts and its own tokens (1: the devices together are as fast as that many alone).
+GLM-5.3 in bfloat16, its experts spread over all devices, random tokens and routing. A strategy
+may have options of ExpertParallel after commas. Columns, for each number of tokens of a device and
+each strategy: microseconds of the forward pass and of a step (forward, with gradients for tokens
+and experts); GiB of operands, results and scratch that each of them needs at once on a device, as
+compiled; microseconds of the exchanges of a forward pass alone, compiled without what lies
+between them, and their share of it; how many times longer these take than two dense all_to_all
+of one device's tokens, the same bytes as slots without a capacity; how many times longer the
+forward pass takes than on one device with all experts and its own tokens (1: the devices together
+are as fast as that many alone). A strategy with options has no exchanges of its own.
 
-A strategy whose result differs from that of one device is not timed, and said so.
+A strategy whose result differs from that of one device is not timed, and said so; but with a
+capacity as many tokens may differ as choices of experts were left out, and it says how many.
+Files are those of benchmarks.grouped_matmul, and may be the same one.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import dataclasses
 import functools
 
@@ -27,21 +32,39 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks import forms, moe_layer, shapes
-from pearl_jax import moe, routing, timing
+from benchmarks import forms, moe_layer, report, results, shapes
+from pearl_jax import moe, routing
 from pearl_jax.expert_parallel import ExpertParallel
 
 TOKENS = (64, 512, 4096, 32768)
-STRATEGIES = ("replicate", "gather", "all_to_all", "ragged")
+STRATEGIES = (
+    "replicate",
+    "gather",
+    "all_to_all",
+    "all_to_all,capacity=1.25",
+    "all_to_all,micro_batches=2",
+    "ragged",
+)
+ALONE, DENSE = "alone", "dense"  # one device; two dense all_to_all
+FORMS = report.EXPERT_PARALLEL
+
+
+def parse(strategy, mesh) -> ExpertParallel:
+    """ "all_to_all,capacity=1.25" -> ExpertParallel(mesh, strategy="all_to_all", capacity=1.25)."""
+    name, *options = strategy.split(",")
+    values = {key: ast.literal_eval(value) for key, value in (o.split("=") for o in options)}
+    return ExpertParallel(mesh, strategy=name, **values)
 
 
 def forward(apply_experts, tokens, routed, experts):
-    return apply_experts(tokens, routed, experts)[0].astype(tokens.dtype)
+    """The sums of the experts' outputs, and how many choices of experts were left out."""
+    out, _, dropped = apply_experts(tokens, routed, experts)
+    return out.astype(tokens.dtype), dropped
 
 
 def step(apply_experts, tokens, routed, experts):
     def loss(tokens, experts):
-        out = forward(apply_experts, tokens, routed, experts)
+        out, _ = forward(apply_experts, tokens, routed, experts)
         return jnp.sum(out.astype(jnp.float32) ** 2)
 
     return jax.grad(loss, (0, 1))(tokens, experts)
@@ -75,101 +98,142 @@ def make_problem(model, num_tokens, seed=0):
     return tokens, routed._replace(scores=routed.scores[:, :0], logits=routed.logits[:, :0])
 
 
-def compiled_burst(function, *operands):
-    program = jax.jit(function).lower(*operands).compile()
-    burst = timing.jax_burst(program, operands)
-    burst.wait(burst.start(1))
-    return burst
+@jax.jit
+def num_wrong(got, want):
+    """How many tokens of got differ by more than what rounding does."""
+    got, want = got.astype(jnp.float32), want.astype(jnp.float32)
+    difference, norm = (jnp.linalg.norm(x, axis=1) for x in (got - want, want))
+    return jnp.sum(~(difference <= moe_layer.TOLERANCE * norm))
 
 
-def run_point(model, mesh, experts, num_tokens, strategies, rounds):
+def compile_strategy(strategy, ep, operands, want):
+    """Its programs by form and candidate, and a note of what it left out.
+
+    operands: tokens, routing and experts, placed for ep; want: what one device makes of the
+    first tokens. Absent is raised where more tokens differ from it than choices were left out.
+    """
+    name, choices = strategy.replace(",", " "), operands[1].experts.size
+    programs = {
+        (form, name): moe_layer.compile_calls(functools.partial(function, ep), operands)
+        for form, function in zip(FORMS, (forward, step))
+    }
+    [(got, dropped)] = programs[FORMS[0], name].burst.start(1)
+    wrong = int(num_wrong(jax.device_put(got[: len(want)], want.device), want))
+    left_out = f"{int(dropped)} of {choices} choices left out" if dropped else ""
+    if wrong > dropped:
+        differ = f"{wrong} of {len(want)} tokens differ from one device, not timed"
+        raise forms.Absent(", ".join(filter(None, (differ, left_out))))
+    return programs, left_out
+
+
+def run_point(blank, model, mesh, experts, strategies, rounds) -> list[results.Row]:
     """Prints the lines of one number of tokens of a device."""
     alone, sharded = experts
-    n = mesh.size
-    tokens, routed = make_problem(model, n * num_tokens)
-    own = tokens[:num_tokens], jax.tree.map(lambda x: x[:num_tokens], routed)
-    bursts = {
-        ("one device", "forward"): compiled_burst(
-            functools.partial(forward, moe.apply_experts), *own, alone
-        )
-    }
-    want = jax.jit(functools.partial(forward, moe.apply_experts))(*own, alone)
-
-    def put(x, spec):
-        return jax.device_put(x, NamedSharding(mesh, spec))
-
-    for strategy in ("dense", *strategies):
-        ep = ExpertParallel(mesh, strategy="all_to_all" if strategy == "dense" else strategy)
-        operands = jax.tree.map(lambda x: put(x, ep.token_spec), (tokens, routed))
+    tokens, routed = make_problem(model, mesh.size * blank.rows)
+    own = *jax.tree.map(lambda x: x[: blank.rows], (tokens, routed)), alone
+    one = moe_layer.compile_calls(functools.partial(forward, moe.apply_experts), own)
+    [(want, _)] = one.burst.start(1)
+    programs, notes = {(FORMS[0], ALONE): one}, {}
+    for strategy in (DENSE, *strategies):
+        ep = parse("all_to_all" if strategy == DENSE else strategy, mesh)
+        spec = NamedSharding(mesh, ep.token_spec)
+        operands = *jax.device_put((tokens, routed), spec), sharded
         try:
-            if strategy != "ragged":
-                moved = compiled_burst(functools.partial(exchanges, ep), operands[0])
-                bursts[strategy, "exchanges"] = moved
-            if strategy == "dense":
-                continue
-            runs = {
-                (strategy, f.__name__): compiled_burst(functools.partial(f, ep), *operands, sharded)
-                for f in (forward, step)
-            }
-            got = runs[strategy, "forward"].start(1)[:num_tokens]
-            error = float(moe_layer.worst_error(jax.device_put(got, jax.devices()[0]), want))
+            if strategy in (DENSE, "replicate", "gather", "all_to_all"):
+                moved = moe_layer.compile_calls(functools.partial(exchanges, ep), operands[:1])
+                programs[FORMS[2], strategy] = moved
+            if strategy != DENSE:
+                found, note = compile_strategy(strategy, ep, operands, want)
+                programs |= found
+                notes |= {key: note for key in found if note}
         except Exception as error:  # out of memory, or not implemented: the others go on
-            print(f"# {strategy}, {num_tokens} tokens: {forms.reason(error)}", flush=True)
+            name = strategy.replace(",", " ")
+            notes |= {(form, name): forms.reason(error) for form in FORMS[:2]}
+    rows = [
+        row._replace(note=notes.pop((row.form, row.candidate), ""))
+        for row in moe_layer.measure(programs, rounds, blank)
+    ]
+    rows += [
+        blank._replace(form=form, candidate=name, note=note) for (form, name), note in notes.items()
+    ]
+    print(*lines(rows), sep="\n", flush=True)
+    return rows
+
+
+HEADER = (
+    "tokens  strategy                      forward     GiB      step     GiB"
+    " exchanges  share  of dense  of alone"
+)
+
+
+def lines(rows):
+    """Text for the lines of a number of tokens, which were timed in turn."""
+    timed = {(row.form, row.candidate): row for row in rows if row.timed}
+    one, dense = timed[FORMS[0], ALONE].us, timed[FORMS[2], DENSE].us
+    for (form, name), whole in timed.items():
+        if form != FORMS[0]:
             continue
-        if error <= moe_layer.TOLERANCE:
-            bursts |= runs
-        else:
-            print(f"# {strategy}: differs from one device by {error:.1e}, not timed", flush=True)
-
-    us = {
-        key: 1e6 * timing.seconds for key, timing in timing.measure_bursts(bursts, rounds).items()
-    }
-    one, dense = us["one device", "forward"], us["dense", "exchanges"]
-    print(f"{num_tokens:>6}  {'one device':<11}{one:>11.0f}")
-    for strategy in strategies:
-        if (strategy, "forward") not in us:
-            continue
-        whole, moved = us[strategy, "forward"], us.get((strategy, "exchanges"))
-        share = (
-            "".rjust(34)
-            if moved is None
-            else (f"{moved:>14.0f}{100 * moved / whole:>8.0f}%{moved / dense:>10.2f}x")
+        step, moved = (timed.get((form, name)) for form in FORMS[1:])
+        yield (
+            f"{whole.rows:>6}  {name:<27}{whole.us:>10.0f}{whole.gib:>8.2f}"
+            + (f"{step.us:>10.0f}{step.gib:>8.2f}" if step else " " * 18)
+            + (
+                f"{moved.us:>10.0f}{100 * moved.us / whole.us:>6.0f}%{moved.us / dense:>9.2f}x"
+                if moved
+                else " " * 27
+            )
+            + f"{whole.us / one:>9.2f}x"
         )
-        print(
-            f"{num_tokens:>6}  {strategy:<11}{whole:>11.0f}{us[strategy, 'step']:>11.0f}"
-            f"{share}{whole / one:>12.2f}x",
-            flush=True,
-        )
+    for row in rows:
+        if row.note and row.form == FORMS[0]:
+            yield f"# {row.candidate}, {row.rows} tokens: {row.note}"
 
 
-def main():
+def main(argv=None):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--cpu", action="store_true", help="scaled down, on 4 CPU devices")
-    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="of a device")
-    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES)
-    parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
-    model = shapes.MODELS["GLM-5.3"]
+    parser.add_argument("--tokens", type=int, nargs="+", help=f"of a device, by default {TOKENS}")
+    parser.add_argument("--strategies", nargs="+", default=STRATEGIES, metavar="NAME[,OPTION=X]")
+    parser.add_argument("--rounds", type=int, default=5, help="samples of each strategy")
+    parser.add_argument("--csv", metavar="FILE", help="add what is found, and skip what is there")
+    options = parser.parse_args(argv)
+    token_counts = options.tokens or ((16,) if options.cpu else TOKENS)
+    if options.rounds < 1 or min(token_counts) < 1:
+        parser.error("--rounds and --tokens must be at least 1")
+    label = "GLM-5.3"
+    model = shapes.MODELS[label]
     if options.cpu:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", 4)
         model = moe_layer.scale_down(model)
-        options.tokens = tuple(min(t, 64) for t in options.tokens[:1])
-    if jax.device_count() < 2:
-        raise SystemExit("expert_parallel: needs two devices or more; give --cpu")
+    n = jax.device_count()
+    if n < 2:
+        parser.error("needs two devices or more; give --cpu")
+    mesh = jax.make_mesh((n,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
+    for strategy in options.strategies:
+        try:
+            parse(strategy, mesh)
+        except (TypeError, ValueError, SyntaxError) as error:
+            parser.error(f"--strategies {strategy}: {error}")
 
-    types = (jax.sharding.AxisType.Auto,)
-    mesh = jax.make_mesh((jax.device_count(),), ("expert",), axis_types=types)
+    print(f"jax {jax.__version__}, {n} x {jax.devices()[0].device_kind}, {model}")
+    print(f"\n{HEADER}", flush=True)
+    model = dataclasses.replace(model, expert_parallel=n)
+    blanks = [moe_layer.describe(label, model, t)._replace(form=FORMS[0]) for t in token_counts]
+    wanted = {ALONE, *(strategy.replace(",", " ") for strategy in options.strategies)}
+    found = results.so_far(options.csv)
+    todo = [b for b in blanks if not wanted <= {r.candidate for r in found if r.cell == b.cell}]
+    if not todo:
+        return
     alone = moe_layer.random_layer(dataclasses.replace(model, expert_parallel=1)).experts
-    sharded = jax.device_put(alone, NamedSharding(mesh, P("expert")))
-    print(f"{mesh.size} x {jax.devices()[0].device_kind}, jax {jax.__version__}, {model}")
-    print(
-        "tokens  strategy    forward us    step us  exchanges us   share   of dense  of one device"
-    )
-    for num_tokens in options.tokens:
-        run_point(model, mesh, (alone, sharded), num_tokens, options.strategies, options.rounds)
+    experts = alone, jax.device_put(alone, NamedSharding(mesh, P("expert")))
+    for blank in todo:
+        blank = blank._replace(date=results.now())
+        rows = run_point(blank, model, mesh, experts, options.strategies, options.rounds)
+        if options.csv:
+            results.append(options.csv, rows)
 
 
 if __name__ == "__main__":

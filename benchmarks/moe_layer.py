@@ -227,7 +227,7 @@ def measure(programs, rounds, layer) -> list[results.Row]:
         results.with_times(layer, timing)._replace(
             form=form,
             candidate=candidate,
-            version=results.version(PACKAGES[candidate]),
+            version=results.version(PACKAGES.get(candidate, "pearl-jax")),
             gib=round(programs[form, candidate].num_bytes / 2**30, 6),
         )
         for (form, candidate), timing in timings.items()

@@ -27,6 +27,7 @@ HEADLINES = ("GLM-5.3 gate_up", "headline")  # shown in full: the first that the
 # Titles of forms in the README; what they do not name is in the files only.
 KERNELS = {"fwd": "Matmul", "dgrad": "Gradient of the rows", "wgrad": "Gradient of the weights"}
 LAYERS = ("forward", "step")
+EXPERT_PARALLEL = ("ep_forward", "ep_step", "ep_exchanges")
 COLUMNS = {"gnk": "(g, n, k)", "gkn": "(g, k, n)", "same": "`grouped_outer`", "f32": "float32"}
 
 
@@ -127,6 +128,7 @@ def section(rows, folder) -> str:
     parts = []
     for (device, dtype), own in _groups(rows, lambda row: (row.device, row.dtype)).items():
         parts += [_versions(device, dtype, own), *_kernels(own, folder), *_layers(own)]
+        parts += _expert_parallel(own)
         parts += [text for text in (_comparisons(own), _not_timed(own)) if text]
     return "\n\n".join(parts) + "\n" if parts else ""
 
@@ -140,7 +142,8 @@ def _groups(items, key):
 
 def _versions(device, dtype, rows):
     dates = sorted(row.date[:10] for row in rows)
-    timed = [row for row in rows if row.timed and row.version and row.peer != "pearl"]
+    peers = [row for row in rows if row.peer != "pearl" and row.form not in EXPERT_PARALLEL]
+    timed = [row for row in peers if row.timed and row.version]
     versions = sorted({f"{row.peer} {row.version}" for row in timed if row.version != row.jax})
     versions = [f"jax {v}" for v in sorted({row.jax for row in rows})] + versions
     versions += [f"driver {v}" for v in sorted({row.driver for row in rows if row.driver})]
@@ -243,6 +246,37 @@ def _layers(rows):
         lines[-1] += ratios
     yield "A whole layer on `grouped_matmul` and on other grouped matmuls."
     yield _table(["layer", "tokens", "pass", "time", "GiB", *names], lines)
+
+
+def _expert_parallel(rows):
+    """The last time of each strategy, beside one device and dense exchanges of that time."""
+    timed = [row for row in rows if row.form in EXPERT_PARALLEL and row.timed]
+    whole, *others = EXPERT_PARALLEL
+    for (case, n), own in _groups(timed, lambda row: (row.case, row.ep)).items():
+        at = {(row.date, row.rows, row.candidate, row.form): row for row in own}
+        last = {(row.rows, row.candidate): row.date for row in own if row.form == whole}
+        lines, notes = [], []
+        for (tokens, name), date in sorted(last.items(), key=lambda item: item[0][0]):
+            forward, alone = at[date, tokens, name, whole], at[date, tokens, "alone", whole]
+            step, moved = (at.get((date, tokens, name, form)) for form in others)
+            line = [str(tokens), name, _us(forward.us), f"{forward.gib:.2f}"]
+            line += [f"{forward.us / alone.us:.2f}x"]
+            line += [_us(step.us), f"{step.gib:.2f}"] if step else ["", ""]
+            if moved:
+                dense = at[date, tokens, "dense", moved.form]
+                line += [_us(moved.us), f"{moved.us / dense.us:.2f}x"]
+            lines.append([*line, *[""] * (9 - len(line))])
+            if forward.note:
+                notes.append(f"{name}, {tokens} tokens: {forward.note}.")
+        yield (
+            f"Expert parallelism (`python -m benchmarks.expert_parallel`): the experts of {case} "
+            f"over {n} devices. Tokens and GiB are those of a device; alone: one device with all "
+            "experts and its own tokens; dense: two all_to_all of its tokens."
+        )
+        header = ["tokens", "strategy", "forward", "GiB", "of alone"]
+        yield _table([*header, "step", "GiB", "exchanges", "of dense"], lines)
+        if notes:
+            yield " ".join(notes)
 
 
 def _comparisons(rows):

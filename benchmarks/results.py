@@ -30,20 +30,22 @@ class Row(NamedTuple):
       device, driver: the GPU and the version of its driver, or the CPU and nothing.
       jax, version: of JAX, and of the candidate's package.
       dtype: of the operands.
-      form: fwd, dgrad or wgrad; or of a whole layer: forward, step, or a part of forward.
+      form: fwd, dgrad or wgrad; or of a whole layer: forward, step, or a part of forward; or
+        of its experts over devices: ep_forward, ep_step or ep_exchanges.
       case: model and projection, or the model alone for a layer.
       ep: devices that the experts are spread over.
       g, k, n: groups, contraction and columns of the product; experts, width and
         intermediate size of a layer.
-      rows: mean rows of a group; tokens of a layer.
+      rows: mean rows of a group; tokens of a layer on one device.
       grouping: how rows spread over groups: a name in shapes.GROUPINGS, or routed.
       layout: of the weights, gnk or gkn. For wgrad dtype of the result: f32, or same.
       floor_us, bound: the least time of the machine, and what it is bound by.
-      candidate: pearl, or a peer, with its variant after a space.
+      candidate: pearl, or a peer, with its variant after a space; of experts over devices
+        the strategy, with its options after a space.
       us, min_us, max_us: microseconds of a call: median and range of the rounds.
       host_bound: whether the host may have held the GPU up.
-      gib: memory for operands, results and scratch, as compiled.
-      note: why the candidate was not timed.
+      gib: memory of a device for operands, results and scratch, as compiled.
+      note: why the candidate was not timed, or what it left out.
     """
 
     date: str

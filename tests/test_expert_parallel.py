@@ -4,7 +4,6 @@ Each compiled program runs all routings of CASES, which differ in values only.
 """
 
 import functools
-import math
 import re
 
 import jax
@@ -13,57 +12,34 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from mesh_problem import (
+    AUTO,
+    CONFIG,
+    EXPLICIT,
+    PARAMETERS,
+    D,
+    E,
+    F,
+    K,
+    T,
+    agree,
+    apply_kept,
+    expert_gradients,
+    experts_of,
+    kept_pairs,
+    make_mesh,
+    normal,
+    problem,
+    routed_problem,
+)
 
 from pearl_jax import moe, nn, routing
 from pearl_jax.expert_parallel import ExpertParallel
 
-E, K, T, D, F = 8, 3, 32, 16, 10
-CONFIG = routing.RouterConfig(E, K)
 STRATEGIES = ("replicate", "gather", "all_to_all")
-AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
-
-
-def make_mesh(kind=AUTO, **axes):
-    devices = jax.devices()[: math.prod(axes.values())]
-    types = (kind,) * len(axes)
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=types, devices=devices)
-
-
-def normal(seed, *shape):
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-
-
-PARAMETERS = {
-    "router": normal(1, D, E) / D**0.5,
-    "gate_up": normal(2, E, D, 2, F) / D**0.5,
-    "down": normal(3, E, F, D) / F**0.5,
-    "gate_up_bias": normal(4, E, 2, F) / 4,
-    "down_bias": normal(5, E, D) / 4,
-}
-
-
-def problem(case, t=T):
-    """Tokens, which of them count, the router's bias that makes the case, a cotangent."""
-    tokens, mask, bias = normal(6, t, D), np.ones(t, bool), np.zeros(E, np.float32)
-    if case == "hot expert":
-        bias[5] = 100
-    elif case == "empty devices":
-        bias[3:] = -100  # three experts have everything
-    elif case == "masked":
-        mask[t // 2 :: 2] = mask[:3] = False
-        tokens[~mask] = np.nan
-    elif case == "all masked":
-        mask[:] = False
-    return tokens, mask, bias, normal(7, t, D)
-
-
 CASES = ("uniform", "hot expert", "empty devices", "masked", "all masked")
-
-
-def experts_of(parameters):
-    return moe.ExpertWeights(*(parameters[name] for name in moe.ExpertWeights._fields))
 
 
 def loss_of(apply_experts, activation="silu", weight_input=False):
@@ -99,18 +75,6 @@ def on_one_device(case, t=T, **options):
 @functools.cache
 def _one_device(**options):
     return with_gradients(loss_of(moe.apply_experts, **options))
-
-
-def agree(got, want, tolerance=1e-5):
-    """The relative error of each array, so that a factor shows; integers are equal."""
-    got, want = (jax.tree_util.tree_leaves_with_path(x) for x in (got, want))
-    assert len(got) == len(want)
-    for (path, a), (_, b) in zip(got, want):
-        a, b = np.asarray(a), np.asarray(b)
-        assert a.shape == b.shape, path
-        error, scale = np.linalg.norm(a - b), np.linalg.norm(b)
-        exact = np.issubdtype(a.dtype, np.integer)
-        assert error <= (0 if exact else tolerance * scale), (path, error, scale)
 
 
 def put(x, mesh, spec):
@@ -222,27 +186,6 @@ def test_activation_and_weight_input(strategy):
     agree(got, on_one_device("uniform", **options))
 
 
-def routed_problem(case="uniform"):
-    tokens, mask, bias, ct = problem(case)
-    tokens = np.where(mask[:, None], tokens, 0)
-    logits = routing.project(tokens, PARAMETERS["router"], bias)
-    return tokens, routing.route(logits, CONFIG, token_mask=mask), experts_of(PARAMETERS), ct
-
-
-def expert_gradients(apply):
-    """Results, and gradients for tokens, the weights of their routing, and all weights."""
-
-    def function(tokens, routed, weights, ct, *more):
-        def loss(tokens, expert_weights, weights):
-            results = apply(tokens, routed._replace(weights=expert_weights), weights, *more)
-            return jnp.sum(jnp.sin(results[0]) * ct), results
-
-        grad = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)
-        return grad(tokens, routed.weights, weights)
-
-    return function
-
-
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_inside_a_shard_map(strategy, check_vma):
@@ -267,28 +210,6 @@ def test_inside_a_shard_map(strategy, check_vma):
         agree(got(*args), want(*args))
 
 
-def kept_pairs(ep, experts):
-    """(t, top_k): which pairs find room, by the rule in the docstring."""
-    n = ep.mesh.shape["expert"]
-    here, choices = T // n, experts.size / n
-    kept = np.ones(experts.shape, bool)
-    if ep.strategy == "all_to_all":
-        slots = min(here, math.ceil(ep.capacity * here * K / n))
-        for source in range(n):
-            for peer in range(n):
-                tokens = range(source * here, (source + 1) * here)
-                sent = [t for t in tokens if (experts[t] // (E // n) == peer).any()]
-                for t in sent[slots:]:
-                    kept[t, experts[t] // (E // n) == peer] = False
-    rows = math.ceil(ep.capacity * choices)
-    for peer in range(n):
-        pairs = [(experts[t, j], t, j) for t, j in np.ndindex(*experts.shape) if kept[t, j]]
-        mine = sorted(p for p in pairs if p[0] // (E // n) == peer)
-        for _, t, j in mine[rows:]:
-            kept[t, j] = False
-    return kept
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_capacity(strategy):
     """What has room is as without a capacity, the rest is left out and counted.
@@ -296,13 +217,7 @@ def test_capacity(strategy):
     maxtext PR#3678, #5080: what is dropped has to be counted.
     """
     ep = ExpertParallel(make_mesh(expert=4), strategy=strategy, capacity=0.75)
-
-    def masked(tokens, routed, weights, kept):
-        routed = routed._replace(weights=jnp.where(kept, routed.weights, 0))
-        out, counts, _ = moe.apply_experts(tokens, routed, weights)
-        return out, counts, jnp.sum(~kept & (routed.experts < E), dtype=jnp.int32)
-
-    got, want = jit(expert_gradients(ep)), jit(expert_gradients(masked))
+    got, want = jit(expert_gradients(ep)), jit(expert_gradients(apply_kept))
     for case in ("uniform", "hot expert", "masked"):
         args = routed_problem(case)
         kept = kept_pairs(ep, np.asarray(args[1].experts))
@@ -369,6 +284,22 @@ def test_auto():
     ep = ExpertParallel(make_mesh(expert=4))
     args = routed_problem()[:3]
     agree(jit(ep)(*args), jit(moe.apply_experts)(*args))
+
+
+@pytest.mark.parametrize(
+    ("t", "forward_us"),
+    [
+        (64, {"replicate": 2133, "gather": 2273, "all_to_all": 2255}),
+        (512, {"replicate": 2541, "gather": 2538, "all_to_all": 2985}),
+        (4096, {"replicate": 6541, "gather": 6360, "all_to_all": 6292}),
+        (32768, {"replicate": 60086, "gather": 58986, "all_to_all": 58256}),
+    ],
+)
+def test_auto_is_as_fast_as_the_best(t, forward_us):
+    """On two H200s, t tokens of GLM-5.3 on each (benchmarks/notes/expert_parallel.md)."""
+    ep = ExpertParallel(jax.sharding.AbstractMesh((2,), ("expert",)))
+    chosen = ep.choose(2 * t, 6144, 8, jnp.bfloat16).strategy
+    assert forward_us[chosen] <= 1.05 * min(forward_us.values())
 
 
 def test_errors():

@@ -203,6 +203,48 @@ def test_the_section_has_times_and_says_where_peers_are_faster():
     assert report.section([], "pictures") == ""
 
 
+def test_the_section_of_experts_over_devices():
+    """Each strategy beside one device and the dense exchanges of its own time."""
+    base = {"case": "GLM-5.3", "ep": 2, "g": 128, "grouping": "routed", "layout": "gkn"}
+
+    def rows_at(date, one, dense, *more):
+        own = base | {"date": date, "rows": 64, "gib": 1.5}
+        rows = [row("alone", us=one, form="ep_forward", **own)]
+        rows += [row("dense", us=dense, form="ep_exchanges", **own)]
+        return rows + [
+            row(name, us=us, form=f"ep_{x}", **own | dict(y)) for name, x, us, *y in more
+        ]
+
+    first = rows_at(
+        "2026-11-30T12:00:00+00:00",
+        100.0,
+        20.0,
+        ("gather", "forward", 300.0),
+        ("all_to_all", "forward", 150.0),
+        ("all_to_all", "step", 400.0),
+        ("all_to_all", "exchanges", 30.0),
+    )
+    later = rows_at(
+        "2026-11-30T13:00:00+00:00",
+        200.0,
+        40.0,
+        ("gather", "forward", 100.0),
+        ("all_to_all capacity=1.0", "forward", 140.0, ("note", "3 of 64 choices left out")),
+    )
+    more = absent("ragged", "not supported", form="ep_forward", **base | {"rows": 64})
+    text = report.section([*first, *later, more], "pictures")
+    assert "the experts of GLM-5.3 over 2 devices." in text
+    assert [line for line in text.splitlines() if line.startswith("| 64")] == [
+        "| 64 | alone | 200 | 1.50 | 1.00x |  |  |  |  |",
+        "| 64 | gather | 100 | 1.50 | 0.50x |  |  |  |  |",
+        "| 64 | all_to_all | 150 | 1.50 | 1.50x | 400 | 1.50 | 30 | 1.50x |",
+        "| 64 | all_to_all capacity=1.0 | 140 | 1.50 | 0.70x |  |  |  |  |",
+    ]
+    assert "all_to_all capacity=1.0, 64 tokens: 3 of 64 choices left out." in text
+    assert "gather 1.0" not in text  # no packages
+    assert "Expert parallelism" not in report.section(CELL, "pictures")
+
+
 def test_the_section_of_a_run_on_a_cpu():
     rows = results.read(DATA)
     text = report.section(rows, "pictures")
