@@ -56,16 +56,18 @@ def kernels(arch, extra_tiles):
     """Those of tiling, and of "arch:form:tile,..." those for arch: bfloat16, wide."""
     specs = tiling.kernels(arch)
     for text in filter(None, extra_tiles.split(",")):
-        found = re.fullmatch(r"(\w+):(\w+):(\d+)x(\d+)x(\d+)c(\d+)(_pair)?(_rows_on_m)?", text)
-        if not found or found[2] not in FORMS:
+        try:
+            of_arch, form, tile = text.split(":")
+            tile = tiling.TileConfig.parse(tile)
+        except ValueError:
+            form = ""
+        if form not in FORMS:
             raise SystemExit(f"extra tiles are written arch:form:tile, got {text!r}")
-        ctas = 2 if found[7] else 1
-        tile = tiling.TileConfig(*map(int, found.groups()[2:6]), ctas, bool(found[8]))
-        if found[1] == arch:
-            valid, reason = tiling.is_valid(arch, tile, found[2])
+        if of_arch == arch:
+            valid, reason = tiling.is_valid(arch, tile, form)
             if not valid:
                 raise SystemExit(f"extra tile {text}: {reason}")
-            specs.append(tiling.KernelSpec(arch, found[2], "bfloat16", "bfloat16", True, tile))
+            specs.append(tiling.KernelSpec(arch, form, "bfloat16", "bfloat16", True, tile))
     return list(dict.fromkeys(specs))
 
 

@@ -7,12 +7,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 
 # Rows of a tile of the plain XLA loop. Below 8 the cost of a step is the read of the
 # weights, so fewer rows save nothing; above 128 a step is bound by arithmetic already.
 _MIN_ROWS, _MAX_ROWS = 8, 128
 
 K_TILE = 64  # elements of k of one stage: 128 bytes, one span of the shared memory swizzle
+
+
+# What a tile's text has after its extents where a flag is not as by default.
+_FLAGS = {
+    "_rows_on_m": ("rows_on_m", True),
+    "_evict_first": ("evict_first", True),
+    "_no_pdl": ("pdl", False),
+    "_raster_along_n": ("raster_along_n", True),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +39,13 @@ class TileConfig:
       ctas: how many multiprocessors work on one tile, 1 or, on Blackwell, 2.
       rows_on_m: rows are the M operand of the tensor core, and its N are columns; else
         columns are M and rows N, which costs small groups less. On Blackwell only.
+      evict_first: weights leave the L2 cache before all else that it holds, as most are read
+        once. Of the matmul only.
+      pdl: programmatic dependent launch: the kernel starts while the one before it ends, and
+        waits for its results only when it is set up.
+      raster_along_n: work tiles of a group follow one another along its columns, so that
+        neighbours read the same rows; else along its rows, and they read the same weights.
+        Of the matmul only.
     """
 
     m: int
@@ -37,21 +54,43 @@ class TileConfig:
     cluster: int = 1
     ctas: int = 1
     rows_on_m: bool = False
+    evict_first: bool = False
+    pdl: bool = True
+    raster_along_n: bool = False
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            flag = field.name == "rows_on_m"
+            flag = isinstance(field.default, bool)
             if isinstance(value, bool) != flag or not isinstance(value, int) or value < (not flag):
                 wanted = "a bool" if flag else "a positive int"
                 raise ValueError(f"TileConfig: {field.name} must be {wanted}, got {value!r}")
 
     def __str__(self):
         text = f"{self.m}x{self.n}x{self.k}c{self.cluster}"
-        return text + "_pair" * (self.ctas == 2) + "_rows_on_m" * self.rows_on_m
+        flags = (suffix for suffix, (name, on) in _FLAGS.items() if getattr(self, name) is on)
+        return text + "_pair" * (self.ctas == 2) + "".join(flags)
+
+    @classmethod
+    def parse(cls, text) -> TileConfig:
+        """The tile that str writes so; ValueError if there is none."""
+        numbers = re.match(r"(\d+)x(\d+)x(\d+)c(\d+)(_pair)?", text)
+        if numbers:
+            flags = {name: (suffix in text) is on for suffix, (name, on) in _FLAGS.items()}
+            m, n, k, cluster = map(int, numbers.groups()[:4])
+            tile = cls(m, n, k, cluster, 2 if numbers[5] else 1, **flags)
+            if str(tile) == text:
+                return tile
+        raise ValueError(f"TileConfig.parse: a tile is written like {cls(64)}, got {text!r}")
 
 
-FORMS = ("fwd", "dgrad", "wgrad")
+# The kernels' name for what each form computes.
+OPERATIONS = {
+    "fwd": "grouped_matmul_gkn",
+    "dgrad": "grouped_matmul_gnk",
+    "wgrad": "grouped_outer",
+}
+FORMS = tuple(OPERATIONS)
 ARCHS = ("sm_90a", "sm_100f")
 
 
@@ -82,13 +121,9 @@ class KernelSpec:
 
     @property
     def name(self):
-        op = {
-            "fwd": "grouped_matmul_gkn",
-            "dgrad": "grouped_matmul_gnk",
-            "wgrad": "grouped_outer",
-        }[self.form]
         width = "wide" if self.wide else "plain"
-        return f"{op}_{self.arch}_{self.dtype}_{self.out_dtype}_{width}_{self.tile}"
+        types = f"{self.dtype}_{self.out_dtype}"
+        return f"{OPERATIONS[self.form]}_{self.arch}_{types}_{width}_{self.tile}"
 
 
 def matmul_form(transpose_rhs):
@@ -172,6 +207,8 @@ def _outer_rules(arch, tile):
     yield tile.m % 64 == 0, "the m of an outer product must be a multiple of 64"
     yield tile.k == K_TILE, f"the k of an outer product must be {K_TILE}"
     yield tile.cluster == 1, "the cluster of an outer product must be 1"
+    yield not tile.evict_first, "the evict_first of an outer product must be False"
+    yield not tile.raster_along_n, "the raster_along_n of an outer product must be False"
     if arch == "sm_100f":
         yield tile.rows_on_m, "the rows of an outer product must be on M"
         yield tile.n <= 256, "the n of an outer product must be at most 256"

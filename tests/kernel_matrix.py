@@ -1,7 +1,8 @@
 """Every test of the kernels in the emulator on every one of them, as a table.
 
   python tests/kernel_matrix.py --arch sm_100f             the kernels of the library
-  python tests/kernel_matrix.py --arch sm_100f --valid     one of every valid tile and layout
+  python tests/kernel_matrix.py --arch sm_100f --valid     one of every valid tile and layout,
+                                                           and some with each other flag
 
 `--only PATTERN` takes kernels by name, `--skip N` takes up a broken run. Slow: minutes a kernel.
 """
@@ -9,8 +10,11 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import fnmatch
+import functools
 import itertools
+import operator
 import sys
 import time
 import traceback
@@ -66,6 +70,7 @@ def valid_specs(arch):
             (False, True),
         )
     )
+    tiles = itertools.chain(tiles, flagged(arch))
     kinds = itertools.cycle(
         (
             ("bfloat16", "bfloat16", True),
@@ -81,6 +86,14 @@ def valid_specs(arch):
         for form in tiling.FORMS
         if tiling.is_valid(arch, tile, form)[0]
     ]
+
+
+def flagged(arch):
+    """Tiles of the library, each with one of the flags that change no extents, and all."""
+    flags = ({"evict_first": True}, {"pdl": False}, {"raster_along_n": True})
+    tiles = dict.fromkeys(t for form in tiling.FORMS for t in tiling.tiles(arch, form))
+    for flag, tile in zip(itertools.cycle((*flags, functools.reduce(operator.or_, flags))), tiles):
+        yield dataclasses.replace(tile, **flag)
 
 
 def check(spec, kernel):

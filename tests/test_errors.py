@@ -53,7 +53,7 @@ CASES = []
 
 def bad(name, function, args, error, message, **kwargs):
     """The message starts with the operator's name, which the public functions share."""
-    prefix = {ragged_dot: "grouped_matmul"}.get(function, function.__name__)
+    prefix = {ragged_dot: "grouped_matmul"}.get(function, function.__qualname__)
     if not re.match(r"\w+: ", message):
         message = f"{prefix}: {message}"
     CASES.append(pytest.param(function, args, kwargs, error, message, id=name))
@@ -264,6 +264,7 @@ for value in (0, -8, 8.0, True, "8", None):
         f"tile-{value}", TileConfig, (value,), ValueError,
         f"m must be a positive int, got {value!r}",
     )  # fmt: skip
+bad("tile-text", TileConfig.parse, ("64x",), ValueError, "a tile is written like 64x128x128c1")
 
 
 def is_operand(x):

@@ -3,8 +3,10 @@
 `python tests/kernel_matrix.py` does it for all kernels; here is a choice that covers the code.
 """
 
+import bisect
 import dataclasses
 import functools
+import re
 
 import numpy as np
 import oracle
@@ -35,17 +37,25 @@ def hopper():
         for tile in tiling.tiles(arch, form)
     ]
     specs += [
-        tiling.KernelSpec(arch, form, dtype, out_dtype, False, tiling.tiles(arch, form)[i])
-        for form, dtype, out_dtype, i in (
-            ("fwd", "float16", "float16", 1),
-            ("dgrad", "bfloat16", "float32", 0),
+        tiling.KernelSpec(
+            arch,
+            form,
+            dtype,
+            out_dtype,
+            False,
+            dataclasses.replace(tiling.tiles(arch, form)[i], **flag),
+        )
+        for form, dtype, out_dtype, i, flag in (
+            ("fwd", "float16", "float16", 1, {"evict_first": True}),
+            ("dgrad", "float16", "float16", 1, {"pdl": False}),
+            ("dgrad", "bfloat16", "float32", 0, {"raster_along_n": True}),
         )
     ]
     return specs
 
 
 def blackwell():
-    """Every tile in the library once, and what the others have that those do not."""
+    """Every tile in the library once, and what the others have that those do not; each flag."""
     arch = "sm_100f"
     few, rows64, rows128, pair, wide_pair, square_pair = tiling.tiles(arch, "fwd")
     return [
@@ -59,10 +69,16 @@ def blackwell():
             ("dgrad", "bfloat16", "bfloat16", True, wide_pair),
             ("fwd", "bfloat16", "bfloat16", True, square_pair),
             # Half of the lanes for each half of the columns; a cluster of pairs.
-            ("fwd", "bfloat16", "bfloat16", True, TileConfig(128, 128, 128, 2, 2, True)),
+            ("fwd", "bfloat16", "bfloat16", True, TileConfig(128, 128, 128, 2, 2, True, pdl=False)),
             # Weights on M, over a pair; a cluster of single CTAs.
-            ("dgrad", "bfloat16", "bfloat16", True, TileConfig(128, 256, 64, 1, 2)),
-            ("fwd", "bfloat16", "bfloat16", True, TileConfig(32, 128, 64, 2)),
+            (
+                "dgrad",
+                "bfloat16",
+                "bfloat16",
+                True,
+                TileConfig(128, 256, 64, 1, 2, evict_first=True),
+            ),
+            ("fwd", "bfloat16", "bfloat16", True, TileConfig(32, 128, 64, 2, raster_along_n=True)),
             # In a cluster of pairs some CTAs have no part in some K tiles.
             ("dgrad", "float16", "float16", False, TileConfig(64, 256, 128, 2, 2)),
         )
@@ -118,12 +134,28 @@ def decoded(bits):
     return from_bf16(bits) if bits.dtype == np.uint16 else bits.astype(np.float32)
 
 
-def run(kernel, spec, sizes, *, m, k, n, offset=(0,), held=None, index=None, **schedule):
-    """Runs a problem in the emulator and compares the result with the oracle, bit by bit.
+def run(kernel, spec, sizes, *, mode="random", seed=0, hold=None, **shape):
+    """Runs a problem in the emulator and compares the result with the oracle, bit by bit."""
+    values, want = problem(spec, sizes, **shape)
+    outputs, report = emulate(
+        kernel, values, mode=mode, seed=seed, hold=hold, sm_count=multiprocessors(spec)
+    )
+    got = decoded(outputs[5])
+    wrong = np.argwhere(got != want)
+    assert not len(wrong), f"{len(wrong)} elements are wrong, the first at {wrong[0]}"
+    assert report.launches[0].pdl == spec.tile.pdl
+    return report
+
+
+def multiprocessors(spec):
+    return max(SMS, spec.tile.cluster * spec.tile.ctas)
+
+
+def problem(spec, sizes, *, m, k, n, offset=(0,), held=None, index=None):
+    """The launcher's arguments, and the result that they should have.
 
     sizes: (batches, groups); offset: (batches,); index: which batch of lhs, rhs, sizes and
-    offset each batch of the result takes, by default one batch of each; schedule: of emulate,
-    by default at random.
+    offset each batch of the result takes, by default one batch of each.
     """
     sizes, offset = np.atleast_2d(np.array(sizes, np.int64)), np.array(offset)
     held = sizes.shape[1] if held is None else held
@@ -140,7 +172,6 @@ def run(kernel, spec, sizes, *, m, k, n, offset=(0,), held=None, index=None, **s
         first, last = (min(max(int(offset[d]) + j, 0), sizes.shape[1]) for j in (0, held))
         owned[a, bounds[first] : bounds[last]] = True
 
-    sms = max(SMS, spec.tile.cluster * spec.tile.ctas)
     encode, out_dtype = ENCODE[NAMES[spec.dtype]], NAMES[spec.out_dtype]
     encoded = encode(lhs.astype(np.float32))
     encoded[~owned] = POISON[NAMES[spec.dtype]]  # rows that nobody may use
@@ -153,13 +184,9 @@ def run(kernel, spec, sizes, *, m, k, n, offset=(0,), held=None, index=None, **s
         index,
         np.full(want.shape, POISON[out_dtype]),
         m, n, k, held, sizes.shape[1], len(index), batches[0], batches[1],
-        sms,
+        multiprocessors(spec),
     ]  # fmt: skip
-    outputs, report = emulate(kernel, values, sm_count=sms, **{"mode": "random"} | schedule)
-    got, want = decoded(outputs[5]), decoded(ENCODE[out_dtype](want))
-    wrong = np.argwhere(got != want)
-    assert not len(wrong), f"{len(wrong)} elements are wrong, the first at {wrong[0]}"
-    return report
+    return values, decoded(ENCODE[out_dtype](want))
 
 
 # Rows of six groups, for 90 rows.
@@ -272,12 +299,65 @@ def test_tensor_memory(compiled, name):
     assert freed == [str(tiling.tensor_memory_columns(SPECS[name].tile))]
 
 
-WIDE_PAIRS = [name for name, spec in SPECS.items() if spec.tile.n == 512]
-
-
-def statements(kernel):
+def opcodes(kernel, start=""):
     (function,) = kernel.module.kernels.values()
-    return [s.opcode for s in function.statements]
+    return [s.opcode for s in function.statements if s.opcode.startswith(start)]
+
+
+@every_kernel
+def test_dependent_launch(compiled, name):
+    """Waits for the kernel before only if it may start before that ends (run checks that)."""
+    pdl = ["griddepcontrol.wait", "griddepcontrol.launch_dependents"]
+    assert opcodes(compiled[name], "griddepcontrol") == (pdl if SPECS[name].tile.pdl else [])
+
+
+def cache_policies(kernel):
+    """{dimensions of a request of the copy engine: policies that it has}."""
+    (function,) = kernel.module.kernels.values()
+    known, found = {}, {}
+    for s in function.statements:
+        if s.opcode == "mov.b64":
+            known[s.operands[0]] = s.operands[1]
+        elif re.match(r"cp\.async\.bulk\.tensor.*complete_tx.*cache_hint", s.opcode):
+            dimensions = int(re.search(r"\.(\d)d\.", s.opcode)[1])
+            found.setdefault(dimensions, set()).add(int(known[s.operands[-1]]))
+    return found
+
+
+@every_kernel
+def test_cache_policy(compiled, name):
+    """Only weights have one, and only where they are to be evicted first."""
+    spec = SPECS[name]
+    evict_first = 0x12F0 << 48 if spec.tile.evict_first else 0
+    assert cache_policies(compiled[name]) == {2: {0}, 4 if spec.wide else 3: {evict_first}}
+
+
+SMALL = [n for n, s in SPECS.items() if s.tile.m <= 64 and s.tile.ctas == 1]
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_raster_order(compiled, name):
+    """Of two by two tiles of a group the first two are neighbours along the raster order's axis.
+
+    Runs are cut short, after the fewest instructions with which two tiles are complete.
+    """
+    spec = SPECS[name]
+    m, n = spec.tile.m, spec.tile.n * spec.tile.cluster
+    values, _ = problem(spec, [2 * m], m=2 * m, k=64, n=2 * n)
+    values[-1] = spec.tile.cluster  # multiprocessors: all tiles are one cluster's
+
+    def complete(instructions):
+        options = {"mode": "random", "max_instructions": instructions, "check": False}
+        outputs, _ = emulate(compiled[name], values, **options)
+        stored = ~np.isnan(decoded(outputs[5]).reshape(2, m, 2, n)).any((1, 3))
+        return set(zip(*np.nonzero(stored)))
+
+    fewest = bisect.bisect_left(range(10**6), 2, key=lambda count: len(complete(count)))
+    assert complete(fewest) == {(0, 0), (0, 1) if spec.tile.raster_along_n else (1, 0)}
+    assert {SPECS[name].tile.raster_along_n for name in SMALL} == {False, True}
+
+
+WIDE_PAIRS = [name for name, spec in SPECS.items() if spec.tile.n == 512]
 
 
 @pytest.mark.parametrize("name", WIDE_PAIRS)
@@ -291,8 +371,8 @@ def test_halves_overlap(compiled, name, mode, k_tiles):
 @pytest.mark.parametrize("name", WIDE_PAIRS)
 def test_halves_that_share_a_barrier_do_not_overlap(compiled, name):
     """So that the test above can fail: the left half, too, waits for the right one's room."""
-    opcodes = statements(compiled[name])
-    before = opcodes[: opcodes.index(next(x for x in opcodes if x.startswith("tcgen05.mma")))]
+    before = opcodes(compiled[name])
+    before = before[: before.index(next(x for x in before if x.startswith("tcgen05.mma")))]
     # The last wait before the products is for their operands, the one before for the accumulator.
     nth = sum(x.startswith("mbarrier.try_wait") for x in before) - 2
     shared = edit_ptx(compiled[name], "mbarrier.try_wait", nth, displaced(1, 8))
@@ -304,8 +384,7 @@ def test_halves_that_share_a_barrier_do_not_overlap(compiled, name):
 
 def run_held(kernel, spec, k_tiles, mode, times=2):
     """Three tiles of each pair; of the first ones the epilogue is held before the right half."""
-    opcodes = statements(kernel)
-    tensor_core = [(i, x) for i, x in enumerate(opcodes) if x.startswith("tcgen05")]
+    tensor_core = [(i, x) for i, x in enumerate(opcodes(kernel)) if x.startswith("tcgen05")]
     # Of an epilogue's half, the fence after its wait: once a tile.
     _, right = (
         i for (i, x), (_, after) in zip(tensor_core, tensor_core[1:])

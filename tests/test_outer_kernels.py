@@ -1,5 +1,7 @@
 """The outer product of groups on a CPU, run by the PTX emulator in every schedule."""
 
+import dataclasses
+
 import numpy as np
 import oracle
 import pytest
@@ -13,10 +15,12 @@ from test_kernels import (
     SIZES,
     SMS,
     Compiled,
+    cache_policies,
     decoded,
     in_turn,
     integers,
     mode_of,
+    opcodes,
 )
 
 from pearl_jax import tiling
@@ -30,12 +34,14 @@ def covering(arch):
     """Each of the two tiles, and each other property with one of them."""
     tiles = tiling.tiles(arch, "wgrad")
     return [
-        tiling.KernelSpec(arch, "wgrad", dtype, out_dtype, wide, tiles[i])
-        for dtype, out_dtype, wide, i in (
-            ("bfloat16", "bfloat16", True, 1),
-            ("bfloat16", "float32", True, 0),
-            ("bfloat16", "float32", False, 1),
-            ("float16", "float16", False, 0),
+        tiling.KernelSpec(
+            arch, "wgrad", dtype, out_dtype, wide, dataclasses.replace(tiles[i], **flag)
+        )
+        for dtype, out_dtype, wide, i, flag in (
+            ("bfloat16", "bfloat16", True, 1, {}),
+            ("bfloat16", "float32", True, 0, {}),
+            ("bfloat16", "float32", False, 1, {"pdl": False}),
+            ("float16", "float16", False, 0, {}),
         )
     ]
 
@@ -55,8 +61,17 @@ def shape(spec, k, n):
     return k // unit * unit, n // unit * unit
 
 
-def run(
-    kernel,
+def run(kernel, spec, sizes, *, mode="random", seed=0, **shape):
+    """Runs a problem in the emulator and compares the result with the oracle, bit by bit."""
+    values, want = problem(spec, sizes, **shape)
+    outputs, report = emulate(kernel, values, mode=mode, seed=seed, sm_count=SMS)
+    wrong = np.argwhere((decoded(outputs[5]) != want) & ~np.isnan(want))
+    assert not len(wrong), f"{len(wrong)} elements are wrong, the first at {wrong[0]}"
+    assert report.launches[0].pdl == spec.tile.pdl
+    return report
+
+
+def problem(
     spec,
     sizes,
     *,
@@ -69,13 +84,11 @@ def run(
     reduced=1,
     accumulate=False,
     poisoned=(),
-    mode="random",
-    seed=0,
 ):
-    """Runs a problem in the emulator and compares the result with the oracle, bit by bit.
+    """The launcher's arguments and the result, NaN where it may be anything.
 
-    As run of test_kernels; each result sums over `reduced` batches of index. Groups in
-    poisoned hold NaN and Inf, so their results are not compared; all others must be exact.
+    As problem of test_kernels; each result sums over `reduced` batches of index. Groups in
+    poisoned hold NaN and Inf, so their results may be anything; all others must be exact.
     """
     sizes, offset = np.atleast_2d(np.array(sizes, np.int64)), np.array(offset)
     held = sizes.shape[1] if held is None else held
@@ -111,12 +124,9 @@ def run(
         m, n, k, held, sizes.shape[1], len(want), batches[0], batches[1],
         reduced, int(accumulate), SMS,
     ]  # fmt: skip
-    outputs, report = emulate(kernel, values, mode=mode, seed=seed, sm_count=SMS)
-    got, want = decoded(outputs[5]), decoded(encode((want + accumulate * old).astype(np.float32)))
-    kept = [i for i in range(held) if i + int(offset[0]) not in poisoned]
-    wrong = np.argwhere(got[:, kept] != want[:, kept])
-    assert not len(wrong), f"{len(wrong)} elements are wrong, the first at {wrong[0]}"
-    return report
+    want = decoded(encode((want + accumulate * old).astype(np.float32)))
+    want[:, [i for i in range(held) if i + int(offset[0]) in poisoned]] = np.nan
+    return values, want
 
 
 @every_kernel
@@ -212,6 +222,18 @@ def test_more_groups_than_lanes(compiled, name):
     for i, offset in enumerate((0, 17, 30, 50, -20, 70, -40, 2**31 - 1, -(2**31))):
         more = {"offset": (offset,), "held": 40, "mode": MODES[i % 3], "seed": i}
         run(compiled[name], spec, sizes, m=m, k=k, n=n, **more)
+
+
+@every_kernel
+def test_dependent_launch(compiled, name):
+    pdl = ["griddepcontrol.wait", "griddepcontrol.launch_dependents"]
+    assert opcodes(compiled[name], "griddepcontrol") == (pdl if SPECS[name].tile.pdl else [])
+
+
+@every_kernel
+def test_cache_policy(compiled, name):
+    """None, as there are no weights."""
+    assert cache_policies(compiled[name]) == {5 if SPECS[name].wide else 4: {0}}
 
 
 def test_wrong_answers_are_noticed(compiled, monkeypatch):

@@ -1,5 +1,7 @@
 """Tiles: which there are, which one a problem gets, and that neither without the other."""
 
+import dataclasses
+import itertools
 import re
 
 import pytest
@@ -120,13 +122,28 @@ def test_names_are_unique():
         for part in (s.dtype, s.out_dtype, str(s.tile)):
             assert part in s.name
         assert f"_{'wide' if s.wide else 'plain'}_" in s.name
-    fields = (64, 128, 64, 1, 1, False)
-    tiles = [TileConfig(*fields)]
-    tiles += [
-        TileConfig(*(2 * v or True if i == j else v for j, v in enumerate(fields)))
-        for i in range(len(fields))
-    ]
+    tile = TileConfig(64)
+    fields = vars(tile)
+    others = {f: not v if isinstance(v, bool) else 2 * v for f, v in fields.items()}
+    tiles = [tile, *(dataclasses.replace(tile, **{f: others[f]}) for f in fields)]
     assert len({str(t) for t in tiles}) == 1 + len(fields)
+
+
+FLAGS = [field.name for field in dataclasses.fields(TileConfig) if isinstance(field.default, bool)]
+
+
+def test_text_of_a_tile_is_read_back():
+    """It names the flags that are not as by default, and no others."""
+    assert str(TileConfig(64)) == "64x128x128c1"
+    everything = "16x256x64c4_pair_rows_on_m_evict_first_no_pdl_raster_along_n"
+    changed = {"pdl": False} | dict.fromkeys((f for f in FLAGS if f != "pdl"), True)
+    assert str(TileConfig(16, 256, 64, 4, 2, **changed)) == everything
+    for values in itertools.product((False, True), repeat=len(FLAGS)):
+        tile = TileConfig(192, 512, 128, 2, 2, **dict(zip(FLAGS, values)))
+        assert TileConfig.parse(str(tile)) == tile
+    for text in ("", "64x128", "64x128x128c1_fast", "64x128x128c1_pdl", f"{everything}_pair"):
+        with pytest.raises(ValueError, match=r"^TileConfig\.parse: a tile is written like"):
+            TileConfig.parse(text)
 
 
 def test_no_kernels_for_other_architectures():
@@ -178,6 +195,16 @@ def test_invalid_tiles_have_a_reason(arch, tile, reason):
         (ARCH, TileConfig(32, 256, 64), "m of an outer product must be a multiple of 64"),
         (ARCH, TileConfig(256, 128, 128), "k of an outer product must be 64"),
         (ARCH, TileConfig(256, 128, 64, 2), "cluster of an outer product must be 1"),
+        (
+            "sm_100f",
+            TileConfig(128, 128, 64, rows_on_m=True, evict_first=True),
+            "evict_first of an outer product must be False",
+        ),
+        (
+            "sm_100f",
+            TileConfig(128, 128, 64, rows_on_m=True, raster_along_n=True),
+            "raster_along_n of an outer product must be False",
+        ),
         ("sm_100f", TileConfig(128, 128, 64), "rows of an outer product must be on M"),
         (
             "sm_100f",
@@ -276,11 +303,12 @@ def test_blackwell_memory_of_known_tiles(tile, rows, weights, columns):
     assert tiling.tensor_memory_columns(tile) == columns
 
 
+@pytest.mark.parametrize("flag", FLAGS)
 @pytest.mark.parametrize("value", [0, 1, None, "yes"])
-def test_rows_on_m_is_a_bool(value):
-    message = f"TileConfig: rows_on_m must be a bool, got {value!r}"
+def test_flags_are_bools(flag, value):
+    message = f"TileConfig: {flag} must be a bool, got {value!r}"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        TileConfig(64, rows_on_m=value)
+        TileConfig(64, **{flag: value})
 
 
 @pytest.mark.parametrize("field", ["m", "n", "k", "cluster", "ctas"])

@@ -127,7 +127,7 @@ class BlackwellGroupedMatmul:
             cluster=[self.mainloop.cluster_ctas, 1, 1],
             block=[_WARPS * 32, 1, 1],
             min_blocks_per_mp=1,
-            use_pdl=True,
+            use_pdl=self.tile.pdl,
             stream=stream,
         )
 
@@ -263,6 +263,7 @@ class BlackwellGroupedMatmul:
                             ],
                             weights_smem[None, mainloop.halves * weights_state.index + half],
                             tma_bar_ptr=full,
+                            **forms.weights_policy(self.spec),
                         )
                     weights_state.advance()
                 tokens_state.advance()

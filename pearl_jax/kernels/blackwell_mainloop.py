@@ -182,9 +182,10 @@ class Mainloop:
         self.sync()
         tcgen05.fence_after_sync()
         tensor_memory = storage.tensor_memory.ptr.load()
-        # All before this line may run while the kernel before this one still does.
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        if cutlass.const_expr(self.tile.pdl):
+            # All before this line may run while the kernel before this one still does.
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
         return Memory(tokens, weights, accumulators, tensor_memory)
 
     @cute.jit

@@ -122,7 +122,7 @@ class BlackwellGroupedOuter:
             cluster=[self.tile.ctas, 1, 1],
             block=[_WARPS * 32, 1, 1],
             min_blocks_per_mp=1,
-            use_pdl=True,
+            use_pdl=self.tile.pdl,
             stream=stream,
         )
 

@@ -66,6 +66,16 @@ def weights_map(spec, pointer, shape, columns, stages, load):
     return atom, tensor, smem, tiler
 
 
+# Of all bytes, as createpolicy.fractional.L2::evict_first encodes it; CUTLASS has it as
+# TMA::CacheHintSm90::EVICT_FIRST.
+_EVICT_FIRST = 0x12F0000000000000
+
+
+def weights_policy(spec):
+    """How long the L2 cache keeps weights, as an argument of their copies."""
+    return {"cache_policy": Int64(_EVICT_FIRST)} if spec.tile.evict_first else {}
+
+
 def tokens_map(pointer, shape, box_rows, boxes, stages, load):
     """The same for rows of lhs, shape (rows, k), without a tiler.
 

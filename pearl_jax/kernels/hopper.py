@@ -125,7 +125,7 @@ class HopperGroupedMatmul:
             cluster=[self.tile.cluster, 1, 1],
             block=[THREADS, 1, 1],
             min_blocks_per_mp=1,
-            use_pdl=True,
+            use_pdl=self.tile.pdl,
             stream=stream,
         )
 
@@ -189,6 +189,7 @@ class HopperGroupedMatmul:
                     gmem[None, column_tile, i, work.group],
                     smem[None, state.index],
                     tma_bar_ptr=ring.full_barrier(state),
+                    **forms.weights_policy(self.spec),
                 )
                 state.advance()
             tile += step

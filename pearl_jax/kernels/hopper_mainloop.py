@@ -94,8 +94,9 @@ class Mainloop:
             cute.arch.cluster_wait()
         else:
             cute.arch.sync_threads()
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        if cutlass.const_expr(self.spec.tile.pdl):
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
     def multiply(

@@ -135,7 +135,7 @@ class HopperGroupedOuter:
             grid=[num_sms, 1, 1],
             block=[THREADS, 1, 1],
             min_blocks_per_mp=1,
-            use_pdl=True,
+            use_pdl=self.tile.pdl,
             stream=stream,
         )
 

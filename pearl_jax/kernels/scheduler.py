@@ -1,9 +1,10 @@
 """Which work tile comes next: a walk over groups whose sizes only the device knows.
 
 Work tiles of the matmul are numbered by batch, group, column tile and, fastest, row tile,
-so that the row tiles of one group read the same weights at about the same time. A column
-tile here is one of each CTA, or pair of CTAs, of a cluster. Cluster c takes the tiles c,
-c + clusters, c + 2 clusters and so on. Every warp that needs the tiles walks by itself: its
+so that the row tiles of one group read the same weights at about the same time; with
+tile.raster_along_n column tiles come fastest, and read the same rows. A column tile here is
+one of each CTA, or pair of CTAs, of a cluster. Cluster c takes the tiles c, c + clusters,
+c + 2 clusters and so on. Every warp that needs the tiles walks by itself: its
 32 lanes hold 32 groups at a time, and one ballot finds the group of a tile.
 
 Those of the outer product are numbered by batch, group, column tile and row tile of the
@@ -252,6 +253,14 @@ class Scheduler(Groups):
     def _last_chunk(self):
         return self._chunks_per_batch() * self.num_batches - 1
 
+    def _fast_tiles(self, row_tiles, column_tiles):
+        """How many tiles of a group lie along the axis that varies fastest."""
+        return column_tiles if self.tile.raster_along_n else row_tiles
+
+    def _raster(self, fast, slow):
+        """The row tile and the column tile with these indices along the two axes."""
+        return (slow, fast) if self.tile.raster_along_n else (fast, slow)
+
     @cute.jit
     def find(self, chunk: Chunk, tile: Int32):
         """Work tile number tile, and its chunk; tile must not lie before the given chunk."""
@@ -263,13 +272,14 @@ class Scheduler(Groups):
         lane = cutlass.min(passed, _LANES - 1)  # the first whose end lies past the tile
         rows = cute.arch.shuffle_sync(chunk.lane_rows, lane)
         row_tiles = cutlass.max(cute.ceil_div(rows, self.tile.m), 1)
-        local -= (
-            cute.arch.shuffle_sync(chunk.lane_end_tile, lane) - row_tiles * self._column_tiles()
-        )
-        column_tile = local // row_tiles
+        column_tiles = self._column_tiles()
+        local -= cute.arch.shuffle_sync(chunk.lane_end_tile, lane) - row_tiles * column_tiles
+        fast_tiles = self._fast_tiles(row_tiles, column_tiles)
+        slow = local // fast_tiles
         # Row tiles of about the same size, so that none is nearly empty.
         step = cute.round_up(cute.ceil_div(rows, row_tiles), ROW_ALIGN)
-        first = (local - column_tile * row_tiles) * step
+        row_tile, column_tile = self._raster(local - slow * fast_tiles, slow)
+        first = row_tile * step
         work = WorkTile(
             valid=passed < _LANES,
             lhs_batch=chunk.lhs_batch,
