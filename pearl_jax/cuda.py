@@ -82,7 +82,7 @@ _LAYOUTS = {"fwd": " for rhs (g, k, n)", "dgrad": " for rhs (g, n, k)", "wgrad":
 
 def _obstacle(form, operands, *, precision, out_dtype, tile, **_):
     lhs, rhs, *_ = operands
-    tiles = {arch: tiling.tiles(arch, form) for arch in _ARCHS.values()}
+    tiles = {arch: library.tiles(arch, form) for arch in _ARCHS.values() if tile is not None}
     if tile is not None and not any(tile in some for some in tiles.values()):
         return f"its kernels{_LAYOUTS[form]} have the tiles {tiles}, got {tile!r}"
     if not all(isinstance(d, int) for d in lhs.shape + rhs.shape):
@@ -181,7 +181,7 @@ def _kernels(form, dtype, out_dtype, k, n, tile, choose):
 
     def name(arch):
         chosen = tile or choose(arch)
-        if chosen not in tiling.tiles(arch, form):
+        if tile is not None and tile not in library.tiles(arch, form):
             return ""
         return tiling.kernel(arch, form, dtype.name, out_dtype.name, k, n, chosen).name
 

@@ -6,11 +6,14 @@ import contextlib
 import ctypes
 import functools
 import importlib.resources
+import re
 import threading
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
+
+from pearl_jax import tiling
 
 # By operation; one handler serves both.
 TARGETS = {op: f"pearl_jax.{op}" for op in ("grouped_matmul", "grouped_outer")}
@@ -82,6 +85,14 @@ def kernel_names() -> frozenset[str]:
         return frozenset()
     names = ctypes.c_char_p.in_dll(_load(), "pearl_jax_kernel_names").value or b""
     return frozenset(names.decode().split())
+
+
+def tiles(arch, form) -> list[tiling.TileConfig]:
+    """The tiles that a call may ask for: those of tiling, and others that were compiled, too."""
+    pattern = re.compile(rf"{tiling.OPERATIONS[form]}_{arch}_\w+?_(?:wide|plain)_(\d.*)")
+    compiled = filter(None, map(pattern.fullmatch, sorted(kernel_names())))
+    others = (tiling.TileConfig.parse(found[1]) for found in compiled)
+    return list(dict.fromkeys([*tiling.tiles(arch, form), *others]))
 
 
 _lock = threading.Lock()

@@ -131,6 +131,29 @@ def test_tile_by_hand_and_by_rows():
         assert len(chosen) > 1
 
 
+def test_a_tile_that_only_this_library_has(monkeypatch):
+    """It can be asked for where it was compiled, and is never chosen."""
+    tile = TileConfig(32, 256, pdl=False)
+    extra = tiling.KernelSpec("sm_90a", "fwd", "bfloat16", "bfloat16", True, tile)
+    f = matmul(tile=tile, implementation="cuda")
+    with pytest.raises(ValueError, match=r"its kernels for rhs .* have the tiles"):
+        lower(f, *operands())
+    compiled = frozenset({*names(), extra.name})
+    monkeypatch.setattr(library, "kernel_names", lambda: compiled)
+    forget()
+    text = lower(f, *operands())
+    assert re.search(KERNELS, text).groups() == ("", extra.name)
+    assert library.tiles("sm_90a", "fwd") == [*tiling.tiles("sm_90a", "fwd"), tile]
+    for arch, form in itertools.product(ARCHS, tiling.FORMS):
+        if (arch, form) != ("sm_90a", "fwd"):
+            assert library.tiles(arch, form) == tiling.tiles(arch, form)
+    with pytest.raises(ValueError, match=r"its kernels for rhs .* have the tiles"):
+        lower(
+            matmul(tile=tile, implementation="cuda", transpose_rhs=True),
+            *operands(transpose_rhs=True),
+        )
+
+
 @pytest.mark.parametrize("transpose_rhs", [False, True], ids=["gkn", "gnk"])
 def test_one_program_for_both_architectures(transpose_rhs):
     """Each gets the kernel that tiling chooses for it; a tile by hand may be for one only."""
