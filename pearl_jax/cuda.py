@@ -113,7 +113,7 @@ def _matmul(lhs, rhs, group_sizes, group_offset, *, transpose_rhs, precision, ou
     dtype, kernel_out = _kernel_dtypes(lhs, rhs, out_dtype)
     # Of the groups at hand, in all batches: their share of the rows.
     here = math.prod(batch) * m * g // num_sizes
-    choose = lambda arch: tuned.choose(arch, form, here, k, n, math.prod(batch) * g)
+    choose = lambda arch, has: tuned.choose(arch, form, here, k, n, math.prod(batch) * g, has)
     kernels = _kernels(form, dtype, kernel_out, k + pad_k, n + pad_n, tile, choose)
     shape = (math.prod(batch), m, n + pad_n)
     call = _ffi_call("grouped_matmul", kernels, jax.ShapeDtypeStruct(shape, kernel_out))
@@ -158,7 +158,7 @@ def _outer(
     dtype, kernel_out = _kernel_dtypes(lhs, rhs, out_dtype)
     results = math.prod(out_batch) * num_groups
     here = math.prod(batch) * m * num_groups // max(group_sizes.shape[-1], 1)
-    choose = lambda arch: tuned.choose(arch, "wgrad", here, k, n, results)
+    choose = lambda arch, has: tuned.choose(arch, "wgrad", here, k, n, results, has)
     kernels = _kernels("wgrad", dtype, kernel_out, k + pad_k, n + pad_n, tile, choose)
     shape = (math.prod(out_batch), num_groups, k + pad_k, n + pad_n)
     result = jax.ShapeDtypeStruct(shape, kernel_out)
@@ -177,13 +177,14 @@ def _outer(
 
 
 def _kernels(form, dtype, out_dtype, k, n, tile, choose):
-    """The kernel's name for each architecture; "" where the tile is none of its kernels'."""
+    """The kernel's name for each architecture; "" where none has the tile."""
 
     def name(arch):
-        chosen = tile or choose(arch)
-        if tile is not None and tile not in library.tiles(arch, form):
-            return ""
-        return tiling.kernel(arch, form, dtype.name, out_dtype.name, k, n, chosen).name
+        def kernel(tile):
+            return tiling.kernel(arch, form, dtype.name, out_dtype.name, k, n, tile)
+
+        chosen = kernel(tile or choose(arch, lambda tile: library.has(kernel(tile))))
+        return chosen.name if library.has(chosen) else ""
 
     return {member: name(arch) for member, arch in _ARCHS.items()}
 

@@ -88,11 +88,21 @@ def kernel_names() -> frozenset[str]:
 
 
 def tiles(arch, form) -> list[tiling.TileConfig]:
-    """The tiles that a call may ask for: those of tiling, and others that were compiled, too."""
-    pattern = re.compile(rf"{tiling.OPERATIONS[form]}_{arch}_\w+?_(?:wide|plain)_(\d.*)")
-    compiled = filter(None, map(pattern.fullmatch, sorted(kernel_names())))
-    others = (tiling.TileConfig.parse(found[1]) for found in compiled)
+    """The tiles of the kernels of one form: those of tiling, and others with some kernel here."""
+    others = _tiles_of(kernel_names(), arch, form)
     return list(dict.fromkeys([*tiling.tiles(arch, form), *others]))
+
+
+@functools.cache
+def _tiles_of(names, arch, form):
+    pattern = re.compile(rf"{tiling.OPERATIONS.get(form)}_{arch}_\w+?_(?:wide|plain)_(\d.*)")
+    found = filter(None, map(pattern.fullmatch, sorted(names)))
+    return [tiling.TileConfig.parse(match[1]) for match in found]
+
+
+def has(spec) -> bool:
+    """Whether the kernel is compiled, as all are whose tile tiling has."""
+    return spec.tile in tiling.tiles(spec.arch, spec.form) or spec.name in kernel_names()
 
 
 _lock = threading.Lock()

@@ -78,14 +78,17 @@ class Measured(NamedTuple):
     microseconds: dict[str, float]
 
 
-def choose(arch, form, m, k, n, num_groups) -> TileConfig:
-    """The work tile of a kernel. The log says so once at level DEBUG, and why."""
+def choose(arch, form, m, k, n, num_groups, has=lambda tile: True) -> TileConfig:
+    """The work tile of a kernel. The log says so once at level DEBUG, and why.
+
+    has: whether there is a kernel with a tile that was measured; dtypes may differ.
+    """
     problem = Problem.of(form, m, k, n, num_groups)
     if (found := _chosen_for.get()) is not None:
         found.add(problem)
     tile = None
     if tuned_tiles.value:
-        tile, why = _look_up(arch, problem)
+        tile, why = _look_up(arch, problem, has)
     if tile is None:
         why = "by the cost model"
         if form == "wgrad":
@@ -112,10 +115,10 @@ def problems():
         _chosen_for.reset(token)
 
 
-def _look_up(arch, problem):
+def _look_up(arch, problem, has):
     # The table of the visible GPU, if that is what is compiled for.
     file = path() if arch == library.present_arch() else None
-    if file and (found := read(file).get(problem)):
+    if file and (found := read(file).get(problem)) and has(found.tile):
         return found.tile, f"measured here on {found.date}"
     name, date = shipped.TILES.get(arch, {}).get(problem, ("", ""))
     compiled = {str(tile): tile for tile in tiling.tiles(arch, problem.form)}
@@ -169,7 +172,7 @@ def _read(file, *_):
 
 def _parse(line):
     form, g, k, n, rows, name, date, *times = line.split()
-    tiles = {str(t): t for arch in tiling.ARCHS for t in tiling.tiles(arch, form)}
+    tiles = {str(t): t for arch in tiling.ARCHS for t in library.tiles(arch, form)}
     if name not in tiles:
         raise ValueError(f"no kernel of {form!r} has the tile {name!r}")
     microseconds = {tile: float(us) for tile, us in (t.split("=") for t in times)}

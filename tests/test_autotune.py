@@ -3,6 +3,7 @@
 import concurrent.futures
 import itertools
 import logging
+import re
 import sys
 
 import jax
@@ -158,6 +159,36 @@ def test_table_goes_before_the_model(gpu):
         with pearl_jax.tuned_tiles(False):
             assert choose() == model
         assert choose() == others[1]
+
+
+def test_tiles_that_only_this_library_has(gpu, monkeypatch, caplog):
+    """They are measured where they have a kernel, and chosen for dtypes that have one."""
+    tile = TileConfig(64, 256, evict_first=True)
+    extra = tiling.KernelSpec(ARCH, "dgrad", "bfloat16", "bfloat16", True, tile)
+    names = frozenset({extra.name, *(spec.name for spec in tiling.kernels(ARCH))})
+    monkeypatch.setattr(library, "kernel_names", lambda: names)
+    plain = PROBLEM._replace(k=264)
+    found = autotune.tune([PROBLEM, plain])
+    assert found[PROBLEM].tile == tile  # the last one, and so the fastest
+    assert str(tile) not in found[plain].microseconds
+
+    def kernel(dtype):
+        shapes = (256, 256), (8, 512, 256)
+        args = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+        f = lambda *args: pearl_jax.grouped_matmul(*args, transpose_rhs=True)
+        sizes = jax.ShapeDtypeStruct((8,), "int32")
+        text = jax.jit(f).trace(*args, sizes).lower(lowering_platforms=("cuda",)).as_text()
+        return re.search(r'sm_90 = "([^"]*)"', text)[1]
+
+    model = cost.choose(ARCH, "dgrad", 256, 256, 512, 8)
+    assert kernel("bfloat16") == extra.name
+    assert kernel("float16").endswith(f"_{model}")
+    # Another library, with the same table.
+    monkeypatch.setattr(library, "kernel_names", frozenset)
+    assert library.tiles(ARCH, "dgrad") == tiling.tiles(ARCH, "dgrad")
+    tuned._read.cache_clear()
+    assert tuned.choose(ARCH, "dgrad", 256, 256, 512, 8) == model
+    assert f"no kernel of 'dgrad' has the tile '{tile}'" in caplog.text
 
 
 @pytest.mark.parametrize("arch", shipped.TILES)

@@ -17,7 +17,7 @@ from pearl_jax.grouped_matmul import grouped_matmul, grouped_outer
 from pearl_jax.tuned import Measured
 
 _PRUNE = 1.4  # tiles that by estimate take so many times the best one are not measured
-_IMPLEMENTATION = "cuda"
+_IMPLEMENTATION, _DTYPE = "cuda", "bfloat16"
 _CALLS = 4  # of one program: from 5 on XLA makes a graph, whose calls may overlap
 _MAX_OUTPUT_BYTES = 2**31  # of one program
 
@@ -119,7 +119,11 @@ def _progress(problems):
 
 def _worth_measuring(arch, problem):
     form, g, k, n, rows = problem
-    tiles = tiling.tiles(arch, form)
+    tiles = [
+        tile
+        for tile in library.tiles(arch, form)
+        if library.has(tiling.kernel(arch, form, _DTYPE, _DTYPE, k, n, tile))
+    ]
     if form == "wgrad":
         return tiles
     ranked = cost.rank(arch, form, g * rows, k, n, g, tiles)
@@ -177,5 +181,5 @@ def _random(shape):
     """Normal values, repeated, of variance 1 / shape[-2]: zeros would use less power."""
     size = math.prod(shape)
     some = jax.random.normal(jax.random.key(0), (2**20 + 7,)) / math.sqrt(shape[-2])
-    many = jnp.broadcast_to(some.astype(jnp.bfloat16), (-(-size // some.size), some.size))
+    many = jnp.broadcast_to(some.astype(_DTYPE), (-(-size // some.size), some.size))
     return many.reshape(-1)[:size].reshape(shape)
