@@ -183,8 +183,9 @@ def _kernels(form, dtype, out_dtype, k, n, tile, choose):
         def kernel(tile):
             return tiling.kernel(arch, form, dtype.name, out_dtype.name, k, n, tile)
 
-        chosen = kernel(tile or choose(arch, lambda tile: library.has(kernel(tile))))
-        return chosen.name if library.has(chosen) else ""
+        if tile is not None:
+            return kernel(tile).name if tile in library.tiles(arch, form) else ""
+        return kernel(choose(arch, lambda tile: library.has(kernel(tile)))).name
 
     return {member: name(arch) for member, arch in _ARCHS.items()}
 
