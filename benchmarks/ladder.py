@@ -43,8 +43,11 @@ class Step:
         return tiling.matmul_form(self.layout == "gnk")
 
 
-_FEW, _SOME, _SHARED = TileConfig(64, 256), TileConfig(128, 256), TileConfig(192, 128, 64, 2)
-_MANY = TileConfig(256, 128)
+_FEW, _SOME, _MANY = (
+    TileConfig(64, 256),
+    TileConfig(128, 256),
+    TileConfig(256, 128, 64, 2, staged=True),
+)
 _with = dataclasses.replace
 STEPS = (
     Step("two K tiles in a stage", "gnk", 16, "uniform", _FEW, TileConfig(64, 256, 64)),
@@ -52,9 +55,10 @@ STEPS = (
     Step("64 rows, not 128", "gnk", 16, "uniform", _FEW, _SOME),
     Step("128 rows, not 64", "gnk", 64, "multinomial", _SOME, _FEW),
     Step("256 columns, not 128", "gnk", 16, "uniform", _FEW, TileConfig(64, 128)),
-    Step("rows shared by two", "gkn", 64, "uniform", _SHARED, TileConfig(192, 128, 64)),
-    Step("small stages, and more", "gkn", 64, "uniform", _SHARED, TileConfig(192, 128, 128, 2)),
-    Step("256 x 128, not 128 x 256", "gnk", 1024, "uniform", _MANY, _SOME),
+    Step("small stages, and more", "gkn", 64, "uniform", TileConfig(192, 128, 64), TileConfig(192)),
+    Step("256 x 128, not 128 x 256", "gnk", 1024, "uniform", _MANY, _with(_MANY, m=128, n=256)),
+    Step("staged results", "gnk", 1024, "uniform", _MANY, _with(_MANY, staged=False)),
+    Step("rows shared by two", "gnk", 1024, "uniform", _MANY, _with(_MANY, cluster=1)),
     Step("evict-first weights", "gnk", 16, "uniform", _with(_FEW, evict_first=True), _FEW),
     Step("evict-first weights", "gnk", 1024, "uniform", _with(_MANY, evict_first=True), _MANY),
     Step("dependent launch", "gnk", 16, "uniform", _FEW, _with(_FEW, pdl=False)),

@@ -169,17 +169,28 @@ def choose(arch, form, m, k, n, num_groups) -> tiling.TileConfig:
     return rank(arch, form, m, k, n, num_groups)[0][0].tile
 
 
-def choose_outer(arch, k, n, num_groups) -> tiling.TileConfig:
-    """The work tile of num_groups outer products (k, n).
+# Up to so many rows of a group what takes the time is to store the result.
+_STORE_BOUND_ROWS = 128
+
+
+def choose_outer(arch, m, k, n, num_groups) -> tiling.TileConfig:
+    """The work tile of num_groups outer products (k, n), of m rows together.
 
     The one with which the busiest multiprocessor has the least to copy, and of several the
-    one that covers the result with the least waste.
+    one that covers the result with the least waste. Of those that are left, the smallest, and
+    for groups of few rows the wider one, whose results are longer pieces of memory.
     """
 
     def cost(tile):
         rows, columns = math.ceil(k / tile.m), math.ceil(n / tile.n)
         places = MACHINES[arch].multiprocessors // tile.ctas
         rounds = math.ceil(num_groups * rows * columns / places)
-        return rounds * (tile.m + tile.n) / tile.ctas, rows * tile.m * columns * tile.n
+        few = m <= _STORE_BOUND_ROWS * num_groups
+        return (
+            rounds * (tile.m + tile.n) / tile.ctas,
+            rows * tile.m * columns * tile.n,
+            tile.m * tile.n,
+            -tile.n if few else tile.n,
+        )
 
     return min(tiling.tiles(arch, "wgrad"), key=cost)

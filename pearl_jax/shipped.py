@@ -4,7 +4,8 @@ The fastest for even, random and Zipf-distributed group sizes together (the leas
 mean), as `python -m pearl_jax.autotune` has them.
 """
 
-_FEW, _MORE, _SHARED, _MANY = "64x256x128c1", "128x256x128c1", "192x128x64c2", "256x128x128c1"
+_FEW, _MORE, _SHARED = "64x256x128c1", "128x256x128c1", "192x128x64c2"
+_MANY = "256x128x64c2_staged"
 
 # NVIDIA H200, 2026-11-30: (form, g, k, n), {mean rows of a group: tile}
 _H200 = (

@@ -19,6 +19,7 @@ K_TILE = 64  # elements of k of one stage: 128 bytes, one span of the shared mem
 # What a tile's text has after its extents where a flag is not as by default.
 _FLAGS = {
     "_rows_on_m": ("rows_on_m", True),
+    "_staged": ("staged", True),
     "_evict_first": ("evict_first", True),
     "_no_pdl": ("pdl", False),
     "_raster_along_n": ("raster_along_n", True),
@@ -39,6 +40,8 @@ class TileConfig:
       ctas: how many multiprocessors work on one tile, 1 or, on Blackwell, 2.
       rows_on_m: rows are the M operand of the tensor core, and its N are columns; else
         columns are M and rows N, which costs small groups less. On Blackwell only.
+      staged: results leave through shared memory and the copy engine, else straight from
+        registers. On Hopper only.
       evict_first: weights leave the L2 cache before all else that it holds, as most are read
         once. Of the matmul only.
       pdl: programmatic dependent launch: the kernel starts while the one before it ends, and
@@ -54,6 +57,7 @@ class TileConfig:
     cluster: int = 1
     ctas: int = 1
     rows_on_m: bool = False
+    staged: bool = False
     evict_first: bool = False
     pdl: bool = True
     raster_along_n: bool = False
@@ -141,17 +145,15 @@ _ELEMENT_BYTES = 2
 _LEAST_STAGES = 4  # of rows: fewer do not hide how long the copy engine takes
 
 
-# An outer product has little arithmetic for each element of its result, so that much is
-# stored: on Hopper by the copy engine, from two buffers of each of two warpgroups.
+# Where results leave through shared memory, each of two warpgroups has two buffers.
 STAGING_BYTES = 8 * 1024  # of a buffer
-_STAGING = {"wgrad": 4 * STAGING_BYTES}
 
 
-def stages(arch, tile, form="fwd") -> tuple[int, int]:
+def stages(arch, tile) -> tuple[int, int]:
     """How many stages of weights (n, k) and of rows (m, K_TILE) a CTA of the kernel has.
 
     Hopper: as many of weights, which come from memory, as leave room for the least number
-    of rows, which mostly come from a cache, and for the results of an outer product.
+    of rows, which mostly come from a cache, and for staged results.
 
     Blackwell: as many of rows as leave room for the weights that they use, which are one
     stage for each K tile, or where a stage holds two K tiles one for each two and one more,
@@ -160,7 +162,7 @@ def stages(arch, tile, form="fwd") -> tuple[int, int]:
     weights_bytes = tile.n // tile.ctas * tile.k * _ELEMENT_BYTES
     rows_bytes = tile.m // tile.ctas * K_TILE * _ELEMENT_BYTES
     if arch == "sm_90a":
-        smem_bytes = _SMEM_BYTES - _STAGING.get(form, 0)
+        smem_bytes = _SMEM_BYTES - 4 * STAGING_BYTES * tile.staged
         weights = max((smem_bytes - _LEAST_STAGES * rows_bytes) // weights_bytes, 0)
         return weights, (smem_bytes - weights * weights_bytes) // rows_bytes
 
@@ -180,6 +182,7 @@ def _hopper_rules(tile):
     yield tile.cluster in (1, 2, 4), "cluster must be 1, 2 or 4"
     yield tile.ctas == 1, "ctas must be 1"
     yield not tile.rows_on_m, "rows_on_m must be False"
+    yield tile.m % 64 == 0 or not tile.staged, "to be staged, m must be a multiple of 64"
 
 
 def _blackwell_rules(tile):
@@ -198,6 +201,7 @@ def _blackwell_rules(tile):
         yield tile.m in rows, f"with {tile.ctas} ctas, m must be one of {rows}"
         yield tile.n == 128 * tile.ctas, f"with {tile.ctas} ctas, n must be {128 * tile.ctas}"
     yield tile.cluster in (1, 2, 4), "cluster must be 1, 2 or 4"
+    yield not tile.staged, "staged must be False"
 
 
 _RULES = {"sm_90a": _hopper_rules, "sm_100f": _blackwell_rules}
@@ -209,7 +213,9 @@ def _outer_rules(arch, tile):
     yield tile.cluster == 1, "the cluster of an outer product must be 1"
     yield not tile.evict_first, "the evict_first of an outer product must be False"
     yield not tile.raster_along_n, "the raster_along_n of an outer product must be False"
-    if arch == "sm_100f":
+    if arch == "sm_90a":
+        yield tile.staged, "the result of an outer product must be staged"
+    else:
         yield tile.rows_on_m, "the rows of an outer product must be on M"
         yield tile.n <= 256, "the n of an outer product must be at most 256"
 
@@ -225,7 +231,7 @@ def is_valid(arch, tile, form="fwd") -> tuple[bool, str]:
     ):
         if not ok:
             return False, f"{reason}, got {tile!r}"
-    if stages(arch, tile, form)[0] < 2:
+    if stages(arch, tile)[0] < 2:
         return False, f"two stages of weights must fit into shared memory, got {tile!r}"
     return True, ""
 
@@ -276,7 +282,7 @@ def tensor_memory_columns(tile) -> int:
 #              copies of weights in shared memory, which leaves 9 stages to 256 rows
 #   more rows  arithmetic bounds the time: a pair needs 48 bytes a clock from L2 for 512
 #              columns and 64, about all there are, for 256, which fill the chip better when few
-_FEW, _MORE = TileConfig(64, 256), TileConfig(256, 128)
+_FEW, _MANY = TileConfig(64, 256), TileConfig(256, 128, 64, 2, staged=True)
 _BLACKWELL = (
     (16, TileConfig(64, 128)),
     (64, TileConfig(64, 128, rows_on_m=True)),
@@ -290,8 +296,8 @@ _BLACKWELL = (
 )
 _TILES = {
     "sm_90a": {
-        "dgrad": ((math.inf, _FEW, TileConfig(128, 256), _MORE),),
-        "fwd": ((math.inf, _FEW, TileConfig(192, 128, 64, 2), _MORE),),
+        "dgrad": ((math.inf, _FEW, TileConfig(128, 256), _MANY),),
+        "fwd": ((math.inf, _FEW, TileConfig(192, 128, 64), _MANY),),
     },
     "sm_100f": {"dgrad": _BLACKWELL, "fwd": _BLACKWELL},
 }
@@ -300,15 +306,19 @@ _STORE_COLUMNS = {"sm_90a": 8, "sm_100f": 16}  # of 16 bits, in one store
 
 # Of an outer product, m counts rows of the result, so columns of lhs.
 #
-# Hopper: both tiles need the least traffic for their arithmetic; one has the half-empty
-# tiles at the lower end of the result, the other at the right.
+# Hopper: there is little arithmetic for each element of the result, so storing it counts, and
+# the copy engine does that. Both tiles need the least traffic for their arithmetic; one has
+# the half-empty tiles at the lower end of the result, the other at the right.
 #
 # Blackwell, from the arithmetic and not measured (benchmarks/notes/blackwell.md): for its
 # arithmetic a pair needs 64 bytes a clock from L2, all there are; 128 x 256 on one CTA
 # would need 96, more than its smaller waste can make up for. 128 x 128 needs 128, but
 # makes four times the tiles of a result too small to fill the chip.
 _OUTER_TILES = {
-    "sm_90a": (TileConfig(256, 128, K_TILE), TileConfig(128, 256, K_TILE)),
+    "sm_90a": (
+        TileConfig(256, 128, K_TILE, staged=True),
+        TileConfig(128, 256, K_TILE, staged=True),
+    ),
     "sm_100f": (
         TileConfig(128, 128, K_TILE, rows_on_m=True),
         TileConfig(256, 256, K_TILE, ctas=2, rows_on_m=True),

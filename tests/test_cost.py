@@ -6,7 +6,8 @@ import pytest
 
 from pearl_jax import TileConfig, cost, tiling
 
-FEW, MORE, MANY = TileConfig(64, 256), TileConfig(128, 256), TileConfig(256, 128)
+FEW, MORE = TileConfig(64, 256), TileConfig(128, 256)
+MANY = TileConfig(256, 128, 64, 2, staged=True)
 HOPPER = cost.MACHINES["sm_90a"]
 
 

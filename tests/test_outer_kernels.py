@@ -140,6 +140,19 @@ def test_group_sizes(compiled, name, shift):
         run(compiled[name], spec, sizes, m=90, k=k, n=n, **more)
 
 
+def test_the_largest_group_has_a_cta_to_itself(compiled):
+    """Who works on one group with nearly all rows leaves the others' tiles to other CTAs."""
+    name, spec = next(iter(SPECS.items()))
+    rows = 32 * tiling.K_TILE
+
+    def busiest(sizes):
+        return run(compiled[name], spec, sizes, m=rows, k=64, n=64, mode="in order").busiest
+
+    alone = busiest([rows])
+    for before in (1, 8):
+        assert busiest([0] * before + [rows] + [0] * (8 - before)) < 1.1 * alone
+
+
 @every_kernel
 @in_turn
 def test_rows_around_a_k_tile(compiled, name, shift):
@@ -155,7 +168,7 @@ def test_stages(compiled, name):
     """Around once and twice as many K tiles as each ring of stages holds."""
     spec = SPECS[name]
     k, n = shape(spec, 64, 64)
-    stages = tiling.stages(spec.arch, spec.tile, spec.form)
+    stages = tiling.stages(spec.arch, spec.tile)
     for k_tiles in sorted({r * s + d for r in (1, 2) for s in stages for d in (-1, 0, 1)}):
         sizes = [5, 64 * k_tiles - k_tiles % 3, 0, 1]
         mode = MODES[k_tiles % 3]

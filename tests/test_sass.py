@@ -108,7 +108,7 @@ def check_blackwell(spec, all_that):
     halves = 2 if tile.n == 512 else 1  # of the columns, each with an accumulator
     pair = ".2CTA" * (tile.ctas == 2)
     # Each ring has two barriers for each stage, so this counts the stages.
-    stages = sum(tiling.stages(spec.arch, tile, spec.form)) + tiling.ACCUMULATORS
+    stages = sum(tiling.stages(spec.arch, tile)) + tiling.ACCUMULATORS
     assert all_that("SYNCS.EXCH") == {"SYNCS.EXCH.64": 2 * stages}
     # A K tile of 64 takes four products. Halves are multiplied each by itself and together.
     loops = {1: [1], 2: [1, 1, 2]}[halves]

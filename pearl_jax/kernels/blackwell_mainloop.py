@@ -91,7 +91,7 @@ class Mainloop:
     @property
     def stages(self):
         """Of weights and of tokens."""
-        return tiling.stages(self.spec.arch, self.tile, self.spec.form)
+        return tiling.stages(self.spec.arch, self.tile)
 
     @property
     def tokens(self):

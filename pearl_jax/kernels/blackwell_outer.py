@@ -163,9 +163,10 @@ class BlackwellGroupedOuter:
         tokens_state = memory.tokens.producer_state()
         weights_state = memory.weights.producer_state()
         rank = self.mainloop.rank_in_pair()
-        ends, tile, step = scheduler.start()
+        ends, order = scheduler.start()
+        turn, tile = Int32(0), scheduler.nth(order, Int32(0))
         while tile < scheduler.num_tiles():
-            work = scheduler.find(tile)
+            work = scheduler.find(order, tile)
             lhs_tile = work.row // self.mainloop.tokens + rank
             rhs_tile = work.column // self.mainloop.columns + rank
             copied = Int32(0)
@@ -197,7 +198,8 @@ class BlackwellGroupedOuter:
                     )
                     tokens_state.advance()
                     weights_state.advance()
-            tile += step
+            turn += 1
+            tile = scheduler.nth(order, turn)
         memory.tokens.drain(tokens_state)
         memory.weights.drain(weights_state)
 
@@ -221,21 +223,24 @@ class BlackwellGroupedOuter:
         tokens_state = memory.tokens.consumer_state()
         weights_state = memory.weights.consumer_state()
         state = memory.accumulators.producer_state()
-        ends, tile, step = scheduler.start()
+        ends, order = scheduler.start()
+        turn, tile = Int32(0), scheduler.nth(order, Int32(0))
         while tile < scheduler.num_tiles():
-            ends, k_tiles = scheduler.k_tiles(ends, scheduler.find(tile))
+            ends, k_tiles = scheduler.k_tiles(ends, scheduler.find(order, tile))
             k_tiles = cutlass.max(k_tiles, 1)
             tokens_state, weights_state, state = self.mainloop.multiply(
                 memory, products, tokens_state, weights_state, state, k_tiles
             )
-            tile += step
+            turn += 1
+            tile = scheduler.nth(order, turn)
 
     @cute.jit
     def store(self, scheduler, memory, out, accumulate):
         state = memory.accumulators.consumer_state()
-        _, tile, step = scheduler.start()
+        _, order = scheduler.start()
+        turn, tile = Int32(0), scheduler.nth(order, Int32(0))
         while tile < scheduler.num_tiles():
-            work = scheduler.find(tile)
+            work = scheduler.find(order, tile)
             group = work.out_batch * scheduler.num_groups + work.group
             first_row = Int64(group) * scheduler.k + work.row
             rows = scheduler.k - work.row
@@ -246,4 +251,5 @@ class BlackwellGroupedOuter:
             else:
                 self.mainloop.store_tokens_along_m(memory, state, out, first_row, rows, work.column)
             state.advance()
-            tile += step
+            turn += 1
+            tile = scheduler.nth(order, turn)

@@ -244,7 +244,7 @@ _SPAN_BYTES = 128  # of a row: one span of the swizzle
 
 @dataclasses.dataclass(frozen=True)
 class StagedOutput:
-    """The result (row, column, group), stored by the copy engine from shared memory.
+    """The result, stored by the copy engine from shared memory.
 
     Tokens along N are rows. A warpgroup lays out a box, its 64 columns of as many rows as
     fill a buffer, in spans of 128 bytes, while the copy engine reads its other buffer.
@@ -252,8 +252,8 @@ class StagedOutput:
 
     atom: cute.CopyAtom
     adding_atom: cute.CopyAtom | None  # adds to what is there; for float32 only
-    tensor: cute.Tensor
-    smem: cute.Tensor  # (*box, two buffers of each warpgroup), swizzled
+    tensor: cute.Tensor  # as the atoms see it
+    smem: cute.Tensor  # (*box, two buffers of each warpgroup), swizzled; row or column first
     dtype: cutlass.Constexpr
 
     @staticmethod
@@ -262,50 +262,49 @@ class StagedOutput:
         return tiling.STAGING_BYTES // (64 * dtype.width // 8), 64
 
     @cute.jit
-    def store(self, accumulators, warpgroup, row, column, group, add):
-        """Stores the fragment of one of two warpgroups, of a tile from (row, column) on.
+    def store(self, accumulators, warpgroup, place: cutlass.Constexpr, add):
+        """Stores the fragment of one of two warpgroups.
 
-        add: nonzero if it is added to float32 numbers that are there, which are rounded once.
+        place(i, j): the part of the tensor for the i-th rows and j-th columns of the tile, as
+        large as a box. add: nonzero if they are added to float32 numbers that are there,
+        which are rounded once.
         """
-        rows, columns = self.box(self.dtype)
-        smem, gmem = cpasync.tma_partition(
-            self.atom,
-            0,
-            cute.make_layout(1),
-            cute.group_modes(self.smem, 0, 2),
-            cute.group_modes(cute.local_tile(self.tensor, (rows, columns), (None,) * 3), 0, 2),
-        )
+        rows, _ = self.box(self.dtype)
         places = self._places(warpgroup)
         first = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0
-        tokens, parts = (cute.size(accumulators, mode=[i]) for i in range(2))
-        boxes = tokens * 2 // rows
+        blocks, parts = cute.size(accumulators, mode=[0]) // 4, cute.size(accumulators, mode=[1])
+        boxes = -(-blocks * 8 // rows)
         for i in cutlass.range_constexpr(boxes * parts):
             box, part, buffer = i % boxes, i // boxes, 2 * warpgroup + i % 2
             if first:
                 cute.arch.cp_async_bulk_wait_group(1, read=True)
             self._sync(warpgroup)
-            for block in cutlass.range_constexpr(rows // 8):
-                values = [
-                    accumulators[(c, h, box * rows // 8 + block), part, 0]
-                    for c in range(2)
-                    for h in range(2)
-                ]
-                offset = i % 2 * tiling.STAGING_BYTES + block * 8 * _SPAN_BYTES
+            start = box * rows // 8
+            for block in cutlass.range_constexpr(start, min(start + rows // 8, blocks)):
+                values = [accumulators[(c, h, block), part, 0] for c in range(2) for h in range(2)]
+                offset = i % 2 * tiling.STAGING_BYTES + (block - start) * 8 * _SPAN_BYTES
                 self._lay_out(places, offset, values)
             cute.arch.fence_proxy("async.shared", space="cta")
             self._sync(warpgroup)
             if first:
+                smem, gmem = cpasync.tma_partition(
+                    self.atom,
+                    0,
+                    cute.make_layout(1),
+                    cute.group_modes(self.smem, 0, 2),
+                    cute.group_modes(place(box, 2 * part + warpgroup), 0, 2),
+                )
                 source = smem[None, buffer]
-                target = gmem[
-                    None, row // rows + box, column // columns + 2 * part + warpgroup, group
-                ]
                 if cutlass.const_expr(self.adding_atom is None):
-                    cute.copy(self.atom, source, target)
+                    cute.copy(self.atom, source, gmem)
                 elif add != 0:
-                    cute.copy(self.adding_atom, source, target)
+                    cute.copy(self.adding_atom, source, gmem)
                 else:
-                    cute.copy(self.atom, source, target)
+                    cute.copy(self.atom, source, gmem)
                 cute.arch.cp_async_bulk_commit_group()
+        # The next fragment begins with the first buffer: its wait must leave this one out.
+        if boxes * parts % 2 == 1 and first:
+            cute.arch.cp_async_bulk_commit_group()
 
     def finish(self):
         """Before a warp ends: what it stores has been read."""

@@ -13,6 +13,7 @@ from pearl_jax import tiling
 from pearl_jax.kernels import epilogue, forms
 from pearl_jax.kernels.hopper_mainloop import (
     CONSUMER_REGISTERS,
+    CONSUMERS,
     PRODUCER_REGISTERS,
     THREADS,
     WARPGROUP,
@@ -63,6 +64,7 @@ class HopperGroupedMatmul:
         self.weights_bytes = spec.tile.n * spec.tile.k * size
         self.box_bytes = self.box_rows * K_TILE * size
         self.weights_stages, self.tokens_stages = self.mainloop.stages
+        self.box = epilogue.StagedOutput.box(self.out_dtype)[::-1]  # (columns, rows)
 
     @cute.jit
     def __call__(
@@ -114,11 +116,22 @@ class HopperGroupedMatmul:
             num_batches,
             self.tile,
         )
+        out_map = []
+        if cutlass.const_expr(self.tile.staged):
+            *out_map, _ = forms.ragged_map(
+                out,
+                (num_batches * m, n),
+                False,
+                self.box,
+                2 * CONSUMERS,
+                cpasync.CopyBulkTensorTileS2GOp(),
+            )
         self.kernel(
             *weights,
             *tokens,
             scheduler,
             out,
+            out_map,
             k,
         ).launch(
             grid=[num_sms // self.tile.cluster * self.tile.cluster, 1, 1],
@@ -141,12 +154,19 @@ class HopperGroupedMatmul:
         tokens_smem: cute.ComposedLayout,
         scheduler: Scheduler,
         out: cute.Pointer,
+        out_map: list,
         k: Int32,
     ):
-        weights_ring, tokens_ring = self.mainloop.rings(
-            cutlass.memory.SmemAllocator(), weights_smem, tokens_smem
-        )
-        self.mainloop.start((weights_ring, tokens_ring), (weights_atom, tokens_atom))
+        allocator = cutlass.memory.SmemAllocator()
+        weights_ring, tokens_ring = self.mainloop.rings(allocator, weights_smem, tokens_smem)
+        staged = None
+        if cutlass.const_expr(self.tile.staged):
+            out_atom, out_tensor, out_smem = out_map
+            staging = allocator.allocate_tensor(
+                self.out_dtype, out_smem.outer, byte_alignment=1024, swizzle=out_smem.inner
+            )
+            staged = epilogue.StagedOutput(out_atom, None, out_tensor, staging, self.out_dtype)
+        self.mainloop.start((weights_ring, tokens_ring), (weights_atom, tokens_atom, *out_map[:1]))
         k_tiles = cute.ceil_div(k, K_TILE)
         output = epilogue.Output(out, self.out_dtype, scheduler.n)
 
@@ -163,7 +183,7 @@ class HopperGroupedMatmul:
                 epilogue.write_zeros(scheduler, output, warp - 2, 2)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            self.multiply(scheduler, weights_ring, tokens_ring, output, k_tiles)
+            self.multiply(scheduler, weights_ring, tokens_ring, output, staged, k_tiles)
 
     @cute.jit
     def copy_weights(self, scheduler, ring, atom, weights, tiler, k_tiles):
@@ -235,7 +255,7 @@ class HopperGroupedMatmul:
         ring.drain(state)
 
     @cute.jit
-    def multiply(self, scheduler, weights_ring, tokens_ring, out, k_tiles):
+    def multiply(self, scheduler, weights_ring, tokens_ring, out, staged, k_tiles):
         weights_state = weights_ring.consumer_state()
         tokens_state = tokens_ring.consumer_state()
         warp = cute.arch.warp_idx() - WARPGROUP // 32
@@ -256,9 +276,25 @@ class HopperGroupedMatmul:
                         tokens_state,
                         k_tiles,
                     )
-                    epilogue.store_accumulators(out, accumulators, out_row, work.rows, column)
+                    if cutlass.const_expr(self.tile.staged):
+
+                        def place(i, j, work=work):
+                            first = i * self.box[1]
+                            return forms.ragged_tile(
+                                staged.tensor,
+                                (self.box[0], (self.box[1], 1, 1)),
+                                work.column // self.box[0] + j,
+                                work.out_batch * scheduler.m + work.row + first,
+                                work.rows - first,
+                            )
+
+                        staged.store(accumulators, warp // 4, place, 0)
+                    else:
+                        epilogue.store_accumulators(out, accumulators, out_row, work.rows, column)
             tile += step
             chunk, work = scheduler.find(chunk, tile)
+        if cutlass.const_expr(self.tile.staged):
+            staged.finish()
 
     def tokens_operand(self, smem, extent):
         """The first extent tokens of each stage, (extent, K_TILE, stages)."""

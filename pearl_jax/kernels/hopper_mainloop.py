@@ -47,7 +47,7 @@ class Mainloop:
     @property
     def stages(self):
         """Of weights and of tokens."""
-        return tiling.stages(self.spec.arch, self.spec.tile, self.spec.form)
+        return tiling.stages(self.spec.arch, self.spec.tile)
 
     def rings(self, allocator, weights_smem, tokens_smem):
         """The rings of weights and of tokens, in shared memory of these layouts."""

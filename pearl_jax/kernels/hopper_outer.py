@@ -187,9 +187,10 @@ class HopperGroupedOuter:
         extent = self.tile.m if is_lhs else self.tile.n
         num_bytes = extent * K_TILE * (self.dtype.width // 8)
         state = ring.producer_state()
-        ends, tile, step = scheduler.start()
+        ends, order = scheduler.start()
+        turn, tile = Int32(0), scheduler.nth(order, Int32(0))
         while tile < scheduler.num_tiles():
-            work = scheduler.find(tile)
+            work = scheduler.find(order, tile)
             column_tile = (work.row if is_lhs else work.column) // extent
             for part in range(scheduler.reduced):
                 ends, rows = scheduler.rows(ends, work, part)
@@ -214,16 +215,19 @@ class HopperGroupedOuter:
                         tma_bar_ptr=ring.full_barrier(state),
                     )
                     state.advance()
-            tile += step
+            turn += 1
+            tile = scheduler.nth(order, turn)
         ring.drain(state)
 
     @cute.jit
     def multiply(self, scheduler, rhs_ring, lhs_ring, out, staged, accumulate):
         rhs_state, lhs_state = rhs_ring.consumer_state(), lhs_ring.consumer_state()
         warp = cute.arch.warp_idx() - WARPGROUP // 32
-        ends, tile, step = scheduler.start()
+        box = staged.box(self.out_dtype)
+        ends, order = scheduler.start()
+        turn, tile = Int32(0), scheduler.nth(order, Int32(0))
         while tile < scheduler.num_tiles():
-            work = scheduler.find(tile)
+            work = scheduler.find(order, tile)
             ends, k_tiles = scheduler.k_tiles(ends, work)
             accumulators, rhs_state, lhs_state = self.mainloop.multiply(
                 self.tile.m, rhs_ring, lhs_ring, lhs_ring.smem, rhs_state, lhs_state, k_tiles
@@ -243,6 +247,12 @@ class HopperGroupedOuter:
                             work.column + warp * 16,
                             blocks[i : i + _BLOCKS],
                         )
-            staged.store(accumulators, warp // 4, work.row, work.column, group, accumulate)
-            tile += step
+
+            def place(i, j, work=work, group=group):
+                first = work.row // box[0], work.column // box[1]
+                return cute.local_tile(staged.tensor, box, (first[0] + i, first[1] + j, group))
+
+            staged.store(accumulators, warp // 4, place, accumulate)
+            turn += 1
+            tile = scheduler.nth(order, turn)
         staged.finish()

@@ -7,9 +7,10 @@ one of each CTA, or pair of CTAs, of a cluster. Cluster c takes the tiles c, c +
 c + 2 clusters and so on. Every warp that needs the tiles walks by itself: its
 32 lanes hold 32 groups at a time, and one ballot finds the group of a tile.
 
-Those of the outer product are numbered by batch, group, column tile and row tile of the
-result, whose groups all have the same number of tiles. What a walk finds here are the
-rows of a group, over which its tiles sum.
+Those of the outer product are numbered by batch, group, row tile and column tile of the
+result, whose groups all have the same number of tiles; what differs are the rows over which
+they sum, and so how long they take. The tiles of the largest group come first, and who has
+one more of them than others has fewer of the rest.
 
 Negative sizes count as 0, and the sum is cut off at m.
 """
@@ -20,7 +21,7 @@ import dataclasses
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Uint32
+from cutlass import Boolean, Float32, Int32, Uint32
 from cutlass.base_dsl.native_struct import native_struct
 
 from pearl_jax.tiling import K_TILE
@@ -34,6 +35,10 @@ ROW_ALIGN = 16
 # Of r rounds of tiles all then get as many clusters, however many that leaves idle: a
 # shorter last round would leave power unused that the others lack (2 % on an H200).
 _EVEN_ROUNDS = 256
+
+# What a tile of an outer product takes beside its K tiles, to store its result (on an H200,
+# benchmarks/notes/outer.md). Who does which tiles depends on it, their values do not.
+_STORE_K_TILES = 3
 
 
 @native_struct
@@ -71,6 +76,14 @@ class Bounds:
 
     first: Int32
     last: Int32
+
+
+@native_struct
+class Order:
+    """The order of the work tiles of an outer product, see OuterScheduler.nth."""
+
+    largest: Int32  # group, counted over all batches of the result
+    ahead: Int32
 
 
 @native_struct
@@ -309,24 +322,83 @@ class OuterScheduler(Groups):
         return cute.ceil_div(self.n, self.tile.n)
 
     def num_tiles(self):
-        return self.num_batches * self.num_groups * self._row_tiles() * self._column_tiles()
+        return self._groups() * self._tiles_of_a_group()
 
     @cute.jit
     def start(self):
-        """The ends of the first groups, the first tile of this CTA (or pair), and its step."""
-        ends = self._load(Int32(0), Int32(0), Int32(0))
-        ctas = self.tile.ctas
-        return ends, cute.arch.block_idx()[0] // ctas, cute.arch.grid_dim()[0] // ctas
+        """The ends of the first groups, and the order of the tiles."""
+        places, busy = self._places()
+        largest, most, rest = self._largest()
+        ahead = Int32(Float32(most) * Float32(self._groups() - 1) / cutlass.max(Float32(rest), 1.0))
+        order = Order(
+            largest=largest,
+            ahead=cutlass.min(ahead, self.num_tiles() // (places - busy) + 1),
+        )
+        return self._load(Int32(0), Int32(0), Int32(0)), order
+
+    def _groups(self):
+        return self.num_batches * self.num_groups
+
+    def _places(self):
+        """CTAs (or pairs), and how many of them have a tile more of the largest group."""
+        places = cute.arch.grid_dim()[0] // self.tile.ctas
+        return places, self._tiles_of_a_group() % places
 
     @cute.jit
-    def find(self, tile: Int32) -> OuterTile:
-        group, in_group = tile // self._tiles_of_a_group(), tile % self._tiles_of_a_group()
-        column_tile = in_group // self._row_tiles()
+    def _largest(self):
+        """The largest group, its cost, and the sum of all others' costs, for one tile of each."""
+        lane = cute.arch.lane_idx()
+        most, largest, total = Int32(-1), Int32(0), Int32(0)
+        for first in range(0, self._groups(), _LANES):
+            group = first + lane
+            cost = Int32(0)
+            if group < self._groups():
+                cost = Int32(_STORE_K_TILES)
+                for part in range(self.reduced):
+                    batch = group // self.num_groups * self.reduced + part
+                    size = self._offset(batch) + group % self.num_groups
+                    if size >= 0 and size < self.num_sizes:
+                        rows = self.group_sizes[self._batch(batch, 2) * self.num_sizes + size]
+                        cost += cute.ceil_div(cutlass.min(cutlass.max(rows, 0), self.m), K_TILE)
+            if cost > most:
+                most, largest = cost, group
+            total += cost
+        cost = cute.arch.warp_redux_sync(most, "max")
+        largest = largest if most == cost else self._groups()
+        largest = cute.arch.warp_redux_sync(largest, "min")
+        return largest, cost, cute.arch.warp_redux_sync(total, "add") - cost
+
+    @cute.jit
+    def nth(self, order: Order, i: Int32) -> Int32:
+        """The i-th tile of this CTA (or pair), counted with the largest group's tiles first.
+
+        All take turns at these. Who had one less of them then does `ahead` others, for as long
+        as the last of them may take, and after that all take turns again.
+        """
+        places, busy = self._places()
+        place = cute.arch.block_idx()[0] // self.tile.ctas
+        first = self._tiles_of_a_group()
+        tile = i * places + place
+        i -= first // places
+        if tile >= first and place >= busy and i < order.ahead:
+            tile = first + i * (places - busy) + place - busy
+        elif tile >= first:
+            i -= 1 if place < busy else order.ahead
+            tile = first + order.ahead * (places - busy) + i * places + place
+        return tile
+
+    @cute.jit
+    def find(self, order: Order, tile: Int32) -> OuterTile:
+        index, in_group = tile // self._tiles_of_a_group(), tile % self._tiles_of_a_group()
+        group = index - (index <= order.largest)
+        if index == 0:
+            group = order.largest
+        row_tile = in_group // self._column_tiles()
         return OuterTile(
             out_batch=group // self.num_groups,
             group=group % self.num_groups,
-            row=(in_group - column_tile * self._row_tiles()) * self.tile.m,
-            column=column_tile * self.tile.n,
+            row=row_tile * self.tile.m,
+            column=(in_group - row_tile * self._column_tiles()) * self.tile.n,
         )
 
     def _tiles_of_a_group(self):

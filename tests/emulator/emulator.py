@@ -32,6 +32,7 @@ class Report:
     hazards: list[tuple[str, str]] = field(default_factory=list)
     launches: list[Launch] = field(default_factory=list)
     instructions: int = 0  # executed by warps
+    busiest: int = 0  # of these, by the warps of the CTA that executed the most
     async_operations: int = 0
     barrier_phases: int = 0
     seconds: float = 0.0
@@ -39,6 +40,7 @@ class Report:
     def add(self, other: "Report") -> None:
         self.hazards += other.hazards
         self.instructions += other.instructions
+        self.busiest = max(self.busiest, other.busiest)
         self.async_operations += other.async_operations
         self.barrier_phases += other.barrier_phases
         self.seconds += other.seconds
@@ -216,6 +218,7 @@ def run_launch(
         hazards,
         [launch],
         result.instructions,
+        result.busiest,
         result.async_operations,
         result.barrier_phases,
         seconds,

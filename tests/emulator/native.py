@@ -121,6 +121,7 @@ class Region(ctypes.Structure):
 class Result(ctypes.Structure):
     _fields_ = [
         ("instructions", ctypes.c_uint64),
+        ("busiest", ctypes.c_uint64),
         ("async_operations", ctypes.c_uint64),
         ("barrier_phases", ctypes.c_uint64),
         ("hazards", ctypes.c_uint32),

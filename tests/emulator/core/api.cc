@@ -20,7 +20,7 @@ struct ProgramView {
 };
 
 struct Result {
-  u64 instructions, async_operations, barrier_phases;
+  u64 instructions, busiest, async_operations, barrier_phases;
   u32 hazards;
   u32 report_bytes;
 };
@@ -52,6 +52,7 @@ void emulator_run(const ProgramView* p, const LaunchConfig* launch, const Option
     m.hazards.push_back({"internal", error.what()});
   }
   result->instructions = m.instructions;
+  result->busiest = m.busiest;
   result->async_operations = m.async_count;
   result->barrier_phases = m.barrier_phases;
   result->hazards = m.hazards.size();

@@ -240,6 +240,7 @@ struct Machine {
   std::vector<Hazard> hazards;
   std::set<std::string> reported;
   u64 instructions = 0, async_count = 0, barrier_phases = 0;
+  u64 busiest = 0;  // instructions of the CTA that executed the most
 
   void run();
 

@@ -458,6 +458,11 @@ void Machine::run() {
       // What is still in flight may yet touch this cluster.
       if (done && std::none_of(in_flight.begin(), in_flight.end(),
                                [&](const Async& a) { return a.cluster == it->get(); })) {
+        for (auto& cta : (*it)->ctas) {
+          u64 executed = 0;
+          for (auto& w : cta->warps) executed += w->instructions;
+          busiest = std::max(busiest, executed);
+        }
         it = clusters.erase(it);
       } else {
         ++it;
