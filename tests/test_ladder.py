@@ -58,6 +58,7 @@ def test_steps_of_the_ladder_differ_in_what_they_say():
         "64 rows, not 128": {"m"},
         "128 rows, not 64": {"m"},
         "256 columns, not 128": {"n"},
+        "staged results": {"staged"},
         "rows shared by two": {"cluster"},
         "small stages, and more": {"k"},
         "256 x 128, not 128 x 256": {"m", "n"},
@@ -87,7 +88,7 @@ def test_the_build_takes_the_ladders_extra_tiles(capsys):
         tiling.KernelSpec("sm_90a", form, "bfloat16", "bfloat16", True, tile).name
         for form, tile in ladder.extra_tiles()
     ]
-    assert len(names) == 9
+    assert len(names) == 11
     assert more[len(plain) :] == [f"x/{name}.o" for name in names]
     # Those of another architecture, and those that are there.
     assert listed("sm_100f", given) == listed("sm_100f", "")

@@ -114,7 +114,8 @@ def test_every_kernel_is_one_that_some_problem_gets(arch):
         for dtype in ("bfloat16", "float16")
         for out_dtype in (dtype, "float32")
         for k, n in ((64, 64), (64, 256), (256, 256), (72, 72), (72, 256), (264, 256))
-        for tile in [cost.choose_outer(arch, 64, k, n, 64)]
+        for mean in (64, 256)
+        for tile in [cost.choose_outer(arch, 64 * mean, k, n, 64)]
     }
     assert reached == set(tiling.kernels(arch))
 
@@ -142,7 +143,7 @@ FLAGS = [field.name for field in dataclasses.fields(TileConfig) if isinstance(fi
 def test_text_of_a_tile_is_read_back():
     """It names the flags that are not as by default, and no others."""
     assert str(TileConfig(64)) == "64x128x128c1"
-    everything = "16x256x64c4_pair_rows_on_m_evict_first_no_pdl_raster_along_n"
+    everything = "16x256x64c4_pair_rows_on_m_staged_evict_first_no_pdl_raster_along_n"
     changed = {"pdl": False} | dict.fromkeys((f for f in FLAGS if f != "pdl"), True)
     assert str(TileConfig(16, 256, 64, 4, 2, **changed)) == everything
     for values in itertools.product((False, True), repeat=len(FLAGS)):
