@@ -178,7 +178,7 @@ def test_one_program_for_both_architectures(transpose_rhs):
 def test_a_shard_of_the_groups_has_its_share_of_the_rows():
     """The tile is that of 16 rows for each group at hand, not of all rows for them."""
     f = lambda x, w, s: pearl_jax.grouped_matmul(x, w, s, group_offset=2)
-    m, k, n = 16 * 256, 4096, 3072
+    m, k, n = 16 * 256, 4096, 3200  # of no measured shape
     ((name, types, _),) = calls(lower(f, spec(m, k), spec(16, k, n), spec(256, dtype="int32")))
     tile, other = (cost.choose("sm_90a", "fwd", rows, k, n, 16) for rows in (16 * 16, m))
     assert name.endswith(f"_{tile}")
