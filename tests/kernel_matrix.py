@@ -131,8 +131,12 @@ def main():
     print(f"{'kernel':<{width}}", *(f"{column:>8}" for column in CHECKS))
     failed = 0
     for spec in specs:
-        (kernel,) = test_kernels.compile_specs(args.arch, [spec]).values()
-        words, error = check(spec, kernel)
+        try:
+            (kernel,) = test_kernels.compile_specs(args.arch, [spec]).values()
+        except RuntimeError as reason:
+            words, error = ["FAILED"] * len(CHECKS), f"not compiled: {reason}"
+        else:
+            words, error = check(spec, kernel)
         print(f"{spec.name:<{width}}", *(f"{word:>8}" for word in words), flush=True)
         if error:
             failed += 1

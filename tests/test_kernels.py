@@ -70,13 +70,13 @@ def blackwell():
             ("fwd", "bfloat16", "bfloat16", True, square_pair),
             # Half of the lanes for each half of the columns; a cluster of pairs.
             ("fwd", "bfloat16", "bfloat16", True, TileConfig(128, 128, 128, 2, 2, True, pdl=False)),
-            # Weights on M, over a pair; a cluster of single CTAs.
+            # Weights on M, over a pair, with 96 rows of each CTA; a cluster of single CTAs.
             (
                 "dgrad",
                 "bfloat16",
                 "bfloat16",
                 True,
-                TileConfig(128, 256, 64, 1, 2, evict_first=True),
+                TileConfig(192, 256, 64, 1, 2, evict_first=True),
             ),
             ("fwd", "bfloat16", "bfloat16", True, TileConfig(32, 128, 64, 2, raster_along_n=True)),
             # In a cluster of pairs some CTAs have no part in some K tiles.

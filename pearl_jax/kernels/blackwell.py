@@ -59,9 +59,9 @@ class BlackwellGroupedMatmul:
         self.mainloop = Mainloop(spec, forms.weights_major(spec), OperandMajorMode.K)
         size = self.dtype.width // 8
         # Tokens of one request. On M all are copied, by each CTA of a cluster its part;
-        # on N only as many boxes as the rows need.
+        # on N only as many boxes, of up to 4, as the rows need.
         tokens = self.mainloop.tokens
-        self.box_rows = tokens // tile.cluster if tile.rows_on_m else max(16, tokens // 4)
+        self.box_rows = tokens // tile.cluster if tile.rows_on_m else 16 * -(-tokens // 64)
         self.box_bytes = self.box_rows * K_TILE * size
         self.weights_bytes = self.mainloop.columns * tile.k * size
 
