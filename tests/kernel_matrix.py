@@ -68,6 +68,7 @@ def valid_specs(arch):
             (1, 2, 4),
             (1, 2),
             (False, True),
+            (False, True),
         )
     )
     tiles = itertools.chain(tiles, flagged(arch))
