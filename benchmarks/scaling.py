@@ -5,15 +5,15 @@
 For one MoE layer, forward, with all_to_all and the same tokens on every GPU. It assumes
 
 - choices of experts that are even over devices;
-- arithmetic at the rate that a whole layer reaches, with sorting, gathering and activation,
-  but never faster than the weights of a GPU's experts stream from its memory;
+- matmuls at the rate that they reach in a layer, but never faster than the weights of the
+  experts that tokens chose stream from memory; everything else at memory's bandwidth;
 - three exchanges (tokens, routing, results), each with a time to start, whose bytes into a
   GPU come over the links of its node and over its network card side by side, each at its
   full rate: no congestion, and no device that is late;
 - slots for capacity times the even share of a device's tokens, as ExpertParallel has them,
   all of which travel, full or not.
 
-Rates are those of one and two H200s, which the model meets within 21 % from 64 to 32768 tokens
+Rates are those of one and two H200s, which the model meets within 19 % from 64 to 32768 tokens
 (benchmarks/notes/expert_parallel.md); that of the network is the data sheet's (400 Gbit/s for
 each GPU), not measured. "alone" is with exchanges after one another and the
 arithmetic, "overlapped" with the arithmetic hidden behind them or the other way around: what is
@@ -30,7 +30,7 @@ from benchmarks import shapes
 from benchmarks.protocol import Peaks
 
 GPUS = (8, 64, 512)
-LAYER = Peaks(bandwidth=4.40e12, flops=430e12)  # of an H200, a whole layer's forward pass
+LAYER = Peaks(bandwidth=4.40e12, flops=610e12)  # of an H200, the matmuls of a whole layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,17 +82,28 @@ def exchange_seconds(model, tokens, devices, capacity, links=Links(), itemsize=2
     return 3 * links.start_seconds + moving
 
 
-def compute_seconds(model, tokens, devices, peaks, itemsize=2) -> float:
-    """The expert matmuls of tokens * top_k rows, with num_experts / devices experts."""
+def compute_seconds(model, tokens, devices, capacity, peaks, itemsize=2) -> float:
+    """The expert matmuls of tokens * top_k rows, and what else happens to the rows with a slot.
+
+    Of num_experts / devices experts those are read that a token chose. Around the matmuls a
+    row of d values is read and written as it is sorted, its 2 f of gate and up are written and
+    read, f activated ones written, d results written and read.
+    """
     weights = 3 * model.width * model.intermediate
+    choices = devices * tokens * model.top_k
+    chosen = 1 - (1 - 1 / model.num_experts) ** choices
     flops = 2 * tokens * model.top_k * weights
-    num_bytes = model.num_experts / devices * weights * itemsize
-    return max(flops / peaks.flops, num_bytes / peaks.bandwidth)
+    num_bytes = chosen * model.num_experts / devices * weights * itemsize
+    rows = min(capacity, devices) * tokens * model.top_k if devices > 1 else tokens * model.top_k
+    row_bytes = (4 * model.width + 5 * model.intermediate) * itemsize
+    return (
+        max(flops / peaks.flops, num_bytes / peaks.bandwidth) + rows * row_bytes / peaks.bandwidth
+    )
 
 
 def estimate(model, gpus, devices, tokens, capacity, peaks, links=Links()) -> Estimate:
     """For `gpus` in groups of `devices`, each of which holds all experts once."""
-    compute = compute_seconds(model, tokens, devices, peaks)
+    compute = compute_seconds(model, tokens, devices, capacity, peaks)
     exchange = exchange_seconds(model, tokens, devices, capacity, links)
     total = gpus * tokens
     return Estimate(compute, exchange, total / (compute + exchange), total / max(compute, exchange))

@@ -269,9 +269,9 @@ def tensor_memory_columns(tile) -> int:
 #   64 x 256   most bytes in flight, and least traffic of rows; groups of over 64 rows would
 #              read their weights twice
 #   128 x 256, 192 x 128   the same for larger groups. For k contiguous requests 256 bytes wide
-#              over 256 columns matter most; else many small stages, and rows shared by two
-#              multiprocessors
-#   256 x 128  needs the least traffic for its arithmetic
+#              over 256 columns matter most; else many small stages
+#   256 x 128  needs the least traffic for its arithmetic, still less where two multiprocessors
+#              share rows; staged, as nothing else hides the stores of so many results
 #
 # Blackwell, from the arithmetic and not measured: 8 TB/s and a latency of 1 us need 54 KB in
 # flight on each of 148 multiprocessors, and below 318 rows memory bounds the time

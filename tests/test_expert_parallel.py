@@ -3,8 +3,10 @@
 Each compiled program runs all routings of CASES, which differ in values only.
 """
 
+import csv
 import functools
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -286,19 +288,19 @@ def test_auto():
     agree(jit(ep)(*args), jit(moe.apply_experts)(*args))
 
 
-@pytest.mark.parametrize(
-    ("t", "forward_us"),
-    [
-        (64, {"replicate": 2133, "gather": 2273, "all_to_all": 2255}),
-        (512, {"replicate": 2541, "gather": 2538, "all_to_all": 2985}),
-        (4096, {"replicate": 6541, "gather": 6360, "all_to_all": 6292}),
-        (32768, {"replicate": 60086, "gather": 58986, "all_to_all": 58256}),
-    ],
-)
-def test_auto_is_as_fast_as_the_best(t, forward_us):
-    """On two H200s, t tokens of GLM-5.3 on each (benchmarks/notes/expert_parallel.md)."""
+@pytest.mark.parametrize("t", [64, 512, 4096, 32768])
+def test_auto_is_as_fast_as_the_best(t):
+    """On two H200s, t tokens of GLM-5.3 on each."""
+    file = Path(__file__).parents[1] / "benchmarks/results/h200-x2.csv"
+    forward_us = {
+        row["candidate"]: float(row["us"])
+        for row in csv.DictReader(file.read_text().splitlines())
+        if (row["form"], row["rows"]) == ("ep_forward", str(t))
+        and row["candidate"] in ("replicate", "gather", "all_to_all")
+    }
     ep = ExpertParallel(jax.sharding.AbstractMesh((2,), ("expert",)))
     chosen = ep.choose(2 * t, 6144, 8, jnp.bfloat16).strategy
+    assert len(forward_us) == 3
     assert forward_us[chosen] <= 1.05 * min(forward_us.values())
 
 

@@ -8,8 +8,8 @@ shape .16x256b): for each block of 8 along N, by 16 along M,
 Either rows of the result ("tokens") lie along N and its columns along M, or the other way
 round. In memory the columns of one row are contiguous. So values move between lanes until
 each lane holds one vector of one row, and neighbouring lanes fill whole 32-byte sectors;
-nothing goes through shared memory. But where stores are what takes the time, they
-are left to the copy engine by StagedOutput, by way of shared memory.
+nothing goes through shared memory. But where a multiprocessor would wait for its stores,
+they are left to the copy engine by StagedOutput, by way of shared memory.
 """
 
 from __future__ import annotations

@@ -43,8 +43,10 @@ class HopperGroupedMatmul:
     the end of the tile and into the next ones. A consumer waits for the two stages of
     a K tile, issues its wgmmas, and when those of the K tile before have finished
     releases that one's stages, so one K tile is always in flight. After the last one it
-    stores its accumulators from registers, while the rings fill for the next tile; the
-    two warpgroups do not wait for each other, so one can store while the other multiplies.
+    stores its accumulators while the rings fill for the next tile: straight from registers,
+    or where they are staged by way of shared memory, which takes less of its time and more
+    of the rings' room. The two warpgroups do not wait for each other, so one can store while
+    the other multiplies.
     """
 
     def __init__(self, spec: KernelSpec):
