@@ -153,6 +153,14 @@ def test_the_largest_group_has_a_cta_to_itself(compiled):
         assert busiest([0] * before + [rows] + [0] * (8 - before)) < 1.1 * alone
 
 
+def test_nobody_runs_ahead_of_the_largest_group_for_long(compiled):
+    """One CTA of four has one tile less of it, and instead not all of the second largest."""
+    name, spec = next(iter(SPECS.items()))
+    sizes = [tiling.K_TILE * k_tiles for k_tiles in (32, 40, 4, 4, 4, 4, 4, 4)]
+    report = run(compiled[name], spec, sizes, m=sum(sizes), k=64, n=3 * spec.tile.n)
+    assert report.busiest < 1.3 * report.instructions / SMS
+
+
 @every_kernel
 @in_turn
 def test_rows_around_a_k_tile(compiled, name, shift):

@@ -327,14 +327,7 @@ class OuterScheduler(Groups):
     @cute.jit
     def start(self):
         """The ends of the first groups, and the order of the tiles."""
-        places, busy = self._places()
-        largest, most, rest = self._largest()
-        ahead = Int32(Float32(most) * Float32(self._groups() - 1) / cutlass.max(Float32(rest), 1.0))
-        order = Order(
-            largest=largest,
-            ahead=cutlass.min(ahead, self.num_tiles() // (places - busy) + 1),
-        )
-        return self._load(Int32(0), Int32(0), Int32(0)), order
+        return self._load(Int32(0), Int32(0), Int32(0)), self._order()
 
     def _groups(self):
         return self.num_batches * self.num_groups
@@ -345,35 +338,58 @@ class OuterScheduler(Groups):
         return places, self._tiles_of_a_group() % places
 
     @cute.jit
-    def _largest(self):
-        """The largest group, its cost, and the sum of all others' costs, for one tile of each."""
+    def _cost(self, group: Int32) -> Int32:
+        """What a tile of the lane's group takes, in K tiles; 0 if there is no such group."""
+        cost = Int32(0)
+        if group < self._groups():
+            cost = Int32(_STORE_K_TILES)
+            for part in range(self.reduced):
+                batch = group // self.num_groups * self.reduced + part
+                index = self._offset(batch) + group % self.num_groups
+                if index >= 0 and index < self.num_sizes:
+                    size = self.group_sizes[self._batch(batch, 2) * self.num_sizes + index]
+                    cost += cute.ceil_div(cutlass.min(cutlass.max(size, 0), self.m), K_TILE)
+        return cost
+
+    @cute.jit
+    def _order(self) -> Order:
         lane = cute.arch.lane_idx()
-        most, largest, total = Int32(-1), Int32(0), Int32(0)
+        most, largest = Int32(0), Int32(0)
         for first in range(0, self._groups(), _LANES):
-            group = first + lane
-            cost = Int32(0)
-            if group < self._groups():
-                cost = Int32(_STORE_K_TILES)
-                for part in range(self.reduced):
-                    batch = group // self.num_groups * self.reduced + part
-                    size = self._offset(batch) + group % self.num_groups
-                    if size >= 0 and size < self.num_sizes:
-                        rows = self.group_sizes[self._batch(batch, 2) * self.num_sizes + size]
-                        cost += cute.ceil_div(cutlass.min(cutlass.max(rows, 0), self.m), K_TILE)
+            cost = self._cost(first + lane)
             if cost > most:
-                most, largest = cost, group
-            total += cost
+                most, largest = cost, first + lane
         cost = cute.arch.warp_redux_sync(most, "max")
         largest = largest if most == cost else self._groups()
         largest = cute.arch.warp_redux_sync(largest, "min")
-        return largest, cost, cute.arch.warp_redux_sync(total, "add") - cost
+
+        # How many groups in their order, the last one in part, take the places that are ahead
+        # as long as one tile of the largest: each group is so many turns of theirs.
+        places, busy = self._places()
+        turns = Float32(self._tiles_of_a_group()) / Float32(places - busy)
+        left, groups = Float32(cost) / turns, Float32(0)
+        for first in range(0, self._groups(), _LANES):
+            own = Float32(self._cost(first + lane))
+            own = own if first + lane != largest else Float32(0)
+            end = own
+            for step in cutlass.range_constexpr(5):
+                before = cute.arch.shuffle_sync_up(end, 1 << step)
+                if lane >= (1 << step):
+                    end += before
+            part = cutlass.max(cutlass.min(left - (end - own), own), 0.0)
+            part = part / own if own > 0.0 else Float32(0)
+            for step in cutlass.range_constexpr(5):
+                part += cute.arch.shuffle_sync_bfly(part, 1 << step)
+            groups += part
+            left -= cute.arch.shuffle_sync(end, _LANES - 1)
+        return Order(largest=largest, ahead=Int32(groups * turns + 0.99))
 
     @cute.jit
     def nth(self, order: Order, i: Int32) -> Int32:
         """The i-th tile of this CTA (or pair), counted with the largest group's tiles first.
 
-        All take turns at these. Who had one less of them then does `ahead` others, for as long
-        as the last of them may take, and after that all take turns again.
+        All take turns at these. Who had one less of them then does `ahead` others, which take
+        about as long as one of them, and after that all take turns again.
         """
         places, busy = self._places()
         place = cute.arch.block_idx()[0] // self.tile.ctas
