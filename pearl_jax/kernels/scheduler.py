@@ -21,7 +21,7 @@ import dataclasses
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Uint32
+from cutlass import Boolean, Int32, Uint32
 from cutlass.base_dsl.native_struct import native_struct
 
 from pearl_jax.tiling import K_TILE
@@ -354,35 +354,25 @@ class OuterScheduler(Groups):
     @cute.jit
     def _order(self) -> Order:
         lane = cute.arch.lane_idx()
-        most, largest = Int32(0), Int32(0)
+        # Of the groups that the lane has seen.
+        most, largest, second, total = Int32(0), Int32(0), Int32(1), Int32(0)
         for first in range(0, self._groups(), _LANES):
             cost = self._cost(first + lane)
+            total += cost
+            second = cutlass.max(second, cutlass.min(cost, most))
             if cost > most:
                 most, largest = cost, first + lane
         cost = cute.arch.warp_redux_sync(most, "max")
         largest = largest if most == cost else self._groups()
-        largest = cute.arch.warp_redux_sync(largest, "min")
-
-        # How many groups in their order, the last one in part, take the places that are ahead
-        # as long as one tile of the largest: each group is so many turns of theirs.
+        chosen = cute.arch.warp_redux_sync(largest, "min")
+        second = second if largest == chosen else cutlass.max(second, most)
+        # Who is ahead comes to other groups of any size: at most the second largest, or, where
+        # each turn of theirs is a whole group or more, the mean.
+        other = cute.arch.warp_redux_sync(second, "max")
         places, busy = self._places()
-        turns = Float32(self._tiles_of_a_group()) / Float32(places - busy)
-        left, groups = Float32(cost) / turns, Float32(0)
-        for first in range(0, self._groups(), _LANES):
-            own = Float32(self._cost(first + lane))
-            own = own if first + lane != largest else Float32(0)
-            end = own
-            for step in cutlass.range_constexpr(5):
-                before = cute.arch.shuffle_sync_up(end, 1 << step)
-                if lane >= (1 << step):
-                    end += before
-            part = cutlass.max(cutlass.min(left - (end - own), own), 0.0)
-            part = part / own if own > 0.0 else Float32(0)
-            for step in cutlass.range_constexpr(5):
-                part += cute.arch.shuffle_sync_bfly(part, 1 << step)
-            groups += part
-            left -= cute.arch.shuffle_sync(end, _LANES - 1)
-        return Order(largest=largest, ahead=Int32(groups * turns + 0.99))
+        if places - busy >= self._tiles_of_a_group() and self._groups() > 1:
+            other = (cute.arch.warp_redux_sync(total, "add") - cost) // (self._groups() - 1)
+        return Order(largest=chosen, ahead=cost // cutlass.max(other, 1))
 
     @cute.jit
     def nth(self, order: Order, i: Int32) -> Int32:
