@@ -82,9 +82,10 @@ _LAYOUTS = {"fwd": " for rhs (g, k, n)", "dgrad": " for rhs (g, n, k)", "wgrad":
 
 def _obstacle(form, operands, *, precision, out_dtype, tile, **_):
     lhs, rhs, *_ = operands
-    tiles = {arch: library.tiles(arch, form) for arch in _ARCHS.values() if tile is not None}
-    if tile is not None and not any(tile in some for some in tiles.values()):
-        return f"its kernels{_LAYOUTS[form]} have the tiles {tiles}, got {tile!r}"
+    if tile is not None:
+        tiles = {arch: library.tiles(arch, form) for arch in _ARCHS.values()}
+        if not any(tile in some for some in tiles.values()):
+            return f"its kernels{_LAYOUTS[form]} have the tiles {tiles}, got {tile!r}"
     if not all(isinstance(d, int) for d in lhs.shape + rhs.shape):
         return f"its kernels need constant shapes, got lhs {lhs.shape} and rhs {rhs.shape}"
     batch = reference.batch_shape(*_with_ranks(operands, 2 if form == "wgrad" else 3))

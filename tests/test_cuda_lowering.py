@@ -1,6 +1,5 @@
 """What a call becomes on CUDA, seen without a GPU: the kernel, its operands, and fallbacks."""
 
-import functools
 import itertools
 import os
 import re
@@ -10,75 +9,30 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from lowering import (
+    ARCHS,
+    BATCH,
+    KERNELS,
+    OUTER,
+    SOME_TILE,
+    TARGET,
+    G,
+    K,
+    M,
+    N,
+    calls,
+    forget,
+    lower,
+    matmul,
+    names,
+    operands,
+    spec,
+    with_library,  # noqa: F401
+    work,
+)
 
 import pearl_jax
 from pearl_jax import TileConfig, cost, cuda, library, tiling, tuned
-
-M, K, N, G = 96, 128, 192, 4
-TARGET = "pearl_jax.grouped_matmul"
-OUTER = "pearl_jax.grouped_outer"
-
-
-@pytest.fixture(autouse=True)
-def with_library(monkeypatch):
-    """As where the library is installed. Lowering needs nothing else of it than its names."""
-    monkeypatch.setattr(library, "unavailable", lambda: None)
-    monkeypatch.setattr(library, "ensure_registered", lambda: None)
-    forget()
-
-
-def forget():
-    """What was said once is said again, and nothing is lowered from a cache."""
-    cuda.log_once.cache_clear()
-    cuda.log_padding.cache_clear()
-    jax.clear_caches()
-
-
-def spec(*shape, dtype="bfloat16"):
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def operands(dtype="bfloat16", transpose_rhs=False, m=M, k=K, n=N, g=G):
-    rhs = (g, n, k) if transpose_rhs else (g, k, n)
-    return spec(m, k, dtype=dtype), spec(*rhs, dtype=dtype), spec(g, dtype="int32")
-
-
-def matmul(**options):
-    return functools.partial(pearl_jax.grouped_matmul, **options)
-
-
-def lower(f, *args):
-    return (
-        jax.jit(lambda *args: f(*args)).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-    )
-
-
-ARCHS = ("sm_100f", "sm_90a")
-KERNELS = r'kernels = \{sm_100 = "([^"]*)", sm_90 = "([^"]*)"\}'
-
-
-def calls(text, target=TARGET):
-    """For each call of the target: the Hopper kernel, and the types of operands and result."""
-    found = []
-    for line in text.splitlines():
-        if f"custom_call @{target}(" in line:
-            kernels = re.search(KERNELS, line)
-            types, result = re.search(r": \((.*)\) -> tensor<(.*)>$", line.strip()).groups()
-            assert {*kernels.groups()} <= {*names(), ""}
-            found.append((kernels[2], re.findall(r"tensor<([^>]*)>", types), result))
-    return found
-
-
-def work(text):
-    """The operations beside the calls that compute, copy or convert floats."""
-    ops = r"stablehlo\.(transpose|pad|slice|dot_general|while|convert|concatenate|add|reduce)\b"
-    return [s for s in text.splitlines() if re.search(ops, s) and re.search(r"x(bf|f)\d+>", s)]
-
-
-def names():
-    """The kernels of the library, or if there is none here, those that the build compiles."""
-    compiled = {s.name for arch in ARCHS for s in tiling.kernels(arch)}
-    return library.kernel_names() or compiled
 
 
 @pytest.mark.parametrize("transpose_rhs", [False, True], ids=["gkn", "gnk"])
@@ -222,97 +176,6 @@ def test_both_gradients():
     assert not work(text)
 
 
-def outer(**options):
-    return functools.partial(pearl_jax.grouped_outer, **options)
-
-
-def outer_operands(dtype="bfloat16", m=M, k=K, n=N, g=G):
-    return spec(m, k, dtype=dtype), spec(m, n, dtype=dtype), spec(g, dtype="int32")
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("out_dtype", ["same", "float32"])
-@pytest.mark.parametrize(("k", "n"), [(128, 192), (72, 192), (128, 200), (72, 200), (1408, 256)])
-def test_outer(dtype, out_dtype, k, n):
-    """One call, on the operands as they are but for a batch axis of size 1."""
-    out_dtype = dtype if out_dtype == "same" else out_dtype
-    text = lower(outer(preferred_element_type=out_dtype), *outer_operands(dtype, k=k, n=n))
-    ((_, types, result),) = calls(text, OUTER)
-    short, short_out = (
-        {"bfloat16": "bf16"}.get(d, d.replace("loat", "")) for d in (dtype, out_dtype)
-    )
-    assert types == [f"1x{M}x{k}x{short}", f"1x{M}x{n}x{short}", f"1x{G}xi32", "1xi32", "1x4xi32"]
-    assert result == f"1x{G}x{k}x{n}x{short_out}"
-    for arch, name in zip(ARCHS, re.search(KERNELS, text).groups()):
-        tile = cost.choose_outer(arch, M, k, n, G)
-        assert name == tiling.kernel(arch, "wgrad", dtype, out_dtype, k, n, tile).name
-        assert name in names()
-    assert not work(text)
-    assert not calls(text)
-
-
-def test_outer_tile_by_hand():
-    """It is a tile of one architecture's kernels; the other then has none."""
-    both = {arch: tiling.tiles(arch, "wgrad") for arch in ARCHS}
-    for tile in itertools.chain(*both.values()):
-        text = lower(outer(tile=tile), *outer_operands())
-        for arch, name in zip(ARCHS, re.search(KERNELS, text).groups()):
-            assert bool(name) == (tile in both[arch])
-            assert not name or name.endswith(f"_{tile}")
-
-
-def test_outer_in_padded_columns(caplog):
-    with caplog.at_level("WARNING", "pearl_jax"):
-        text = lower(outer(), *outer_operands(k=100, n=250))
-    ((_, types, result),) = calls(text, OUTER)
-    assert types[:2] == [f"1x{M}x104xbf16", f"1x{M}x256xbf16"]
-    assert result == f"1x{G}x104x256xbf16"
-    assert f"-> tensor<{G}x100x250xbf16>" in text
-    assert "grouped_outer copies its operands on the GPU" in caplog.text
-
-
-def test_outer_of_nothing():
-    for zero in ("m", "k", "n", "g"):
-        assert not calls(lower(outer(), *outer_operands(**{zero: 0})), OUTER)
-
-
-@pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
-def test_accumulate_is_the_memory_of_the_result(out_dtype):
-    """One more operand, which the call writes to: nothing is added outside of it."""
-    args = *outer_operands(), spec(G, K, N, dtype=out_dtype)
-    f = lambda x, y, s, a: outer(preferred_element_type=out_dtype, accumulate=a)(x, y, s)
-    text = lower(f, *args)
-    ((_, types, result),) = calls(text, OUTER)
-    assert len(types) == 6
-    assert types[5] == result
-    assert re.search(r"output_operand_alias<.*operand_index = 5", text)
-    assert not work(text)
-
-
-def test_outer_sums_over_batches_in_the_kernel():
-    """The gradient of weights that all batches share: one result, of three parts each."""
-
-    def gradient(x, w, s, ct):
-        f = jax.vmap(lambda x, w: pearl_jax.grouped_matmul(x, w, s), (0, None))
-        return jax.vjp(lambda w: f(x, w), w)[1](ct)[0]
-
-    text = lower(gradient, spec(BATCH, M, K), *operands()[1:], spec(BATCH, M, N))
-    ((_, types, result),) = calls(text, OUTER)
-    assert types[:2] == [f"{BATCH}x{M}x{K}xbf16", f"{BATCH}x{M}x{N}xbf16"]
-    assert types[4] == f"{BATCH}x4xi32"
-    assert result == f"1x{G}x{K}x{N}xbf16"
-    # JAX then takes the batch axis away, of size 1.
-    assert not [line for line in work(text) if f"tensor<1x{G}x{K}x{N}xbf16>" not in line]
-
-
-def test_batches_that_are_summed_are_consecutive():
-    a, b = 2, 3
-    sizes, offset = jnp.zeros((a, b, G), jnp.int32), jnp.zeros((), jnp.int32)
-    operands = (jnp.zeros((a, 1, M, K)), 2), (jnp.zeros((1, b, M, N)), 2), (sizes, 1), (offset, 0)
-    flat = [(i, j, i * b + j, 0) for j in range(b) for i in range(a)]
-    np.testing.assert_array_equal(cuda._batch_index((a, b), operands, (0,)), flat)
-
-
 @pytest.mark.parametrize("precision", [None, "highest"])
 def test_float32_cotangent_of_a_bfloat16_call(precision, caplog):
     """Both gradients by kernels, on the two halves of the cotangent: three for highest."""
@@ -354,7 +217,6 @@ def test_parts_of_infinity_are_not_nan():
 
 # Batches: which batch of each operand a batch of the result takes.
 
-BATCH = 3
 SUBSETS = [s for s in itertools.product([None, 0], repeat=4) if any(d == 0 for d in s)]
 
 
@@ -436,7 +298,6 @@ def test_empty_problems_call_nothing():
 
 # Where there is no kernel: plain XLA, said once and with the reason, or an error.
 
-SOME_TILE = TileConfig(24, 128)
 OBSTACLES = {
     "float32": (
         operands("float32"),
@@ -498,20 +359,6 @@ def test_symbolic_shapes_have_no_kernel(caplog):
     assert "need constant shapes, got lhs (m, 128)" in caplog.records[0].message
     with pytest.raises(ValueError, match="constant shapes"):
         export(matmul(implementation="cuda"))
-
-
-def test_outer_falls_back_as_the_matmul_does(caplog):
-    args = outer_operands("float32")
-    with caplog.at_level("WARNING", "pearl_jax"):
-        text = lower(outer(), *args)
-        lower(outer(), *outer_operands("float32", g=2))
-    assert not calls(text, OUTER)
-    assert len(caplog.records) == 1
-    assert "grouped_outer runs in plain XLA on the GPU: its kernels take" in caplog.text
-    with pytest.raises(ValueError, match="grouped_outer: implementation='cuda' cannot run, its"):
-        lower(outer(implementation="cuda"), *args)
-    with pytest.raises(ValueError, match="its kernels have the tiles"):
-        lower(outer(implementation="cuda", tile=SOME_TILE), *outer_operands())
 
 
 def test_xla_never_calls_the_kernel(caplog):

@@ -304,11 +304,15 @@ def opcodes(kernel, start=""):
     return [s.opcode for s in function.statements if s.opcode.startswith(start)]
 
 
-@every_kernel
-def test_dependent_launch(compiled, name):
+def check_dependent_launch(kernel, tile):
     """Waits for the kernel before only if it may start before that ends (run checks that)."""
     pdl = ["griddepcontrol.wait", "griddepcontrol.launch_dependents"]
-    assert opcodes(compiled[name], "griddepcontrol") == (pdl if SPECS[name].tile.pdl else [])
+    assert opcodes(kernel, "griddepcontrol") == (pdl if tile.pdl else [])
+
+
+@every_kernel
+def test_dependent_launch(compiled, name):
+    check_dependent_launch(compiled[name], SPECS[name].tile)
 
 
 def cache_policies(kernel):

@@ -16,11 +16,11 @@ from test_kernels import (
     SMS,
     Compiled,
     cache_policies,
+    check_dependent_launch,
     decoded,
     in_turn,
     integers,
     mode_of,
-    opcodes,
 )
 
 from pearl_jax import tiling
@@ -247,8 +247,7 @@ def test_more_groups_than_lanes(compiled, name):
 
 @every_kernel
 def test_dependent_launch(compiled, name):
-    pdl = ["griddepcontrol.wait", "griddepcontrol.launch_dependents"]
-    assert opcodes(compiled[name], "griddepcontrol") == (pdl if SPECS[name].tile.pdl else [])
+    check_dependent_launch(compiled[name], SPECS[name].tile)
 
 
 @every_kernel
