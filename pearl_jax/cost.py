@@ -111,8 +111,9 @@ def estimate(arch, form, tile, k, n, group_sizes) -> Estimate:
     weights = k * columns * _ELEMENT_BYTES
     k_tiles = k / tiling.K_TILE
     weights_stages, rows_stages = tiling.stages(arch, tile)
+    side_by_side = tile.n // tile.ctas // tiling.stage_columns(arch, tile)
     waiting = k_tiles * max(
-        machine.latency[form] / (weights_stages * tile.k // tiling.K_TILE),
+        machine.latency[form] / (weights_stages / side_by_side * tile.k / tiling.K_TILE),
         machine.rows_latency / rows_stages,
     )
     flops = machine.flops / machine.multiprocessors * tile.ctas
@@ -192,28 +193,22 @@ def choose(arch, form, m, k, n, num_groups) -> tiling.TileConfig:
     return rank(arch, form, m, k, n, num_groups)[0][0].tile
 
 
-# Up to so many rows of a group what takes the time is to store the result.
-_STORE_BOUND_ROWS = 128
-
-
-def choose_outer(arch, m, k, n, num_groups) -> tiling.TileConfig:
-    """The work tile of num_groups outer products (k, n), of m rows together.
+def choose_outer(arch, k, n, num_groups) -> tiling.TileConfig:
+    """The work tile of num_groups outer products (k, n), whatever their rows.
 
     The one with which the busiest multiprocessor has the least to copy, and of several the
-    one that covers the result with the least waste. Of those that are left, the smallest, and
-    for groups of few rows the wider one, whose results are longer pieces of memory.
+    one that covers the result with the least waste. Of those that are left, the smallest.
     """
 
     def cost(tile):
         rows, columns = math.ceil(k / tile.m), math.ceil(n / tile.n)
         places = MACHINES[arch].multiprocessors // tile.ctas
         rounds = math.ceil(num_groups * rows * columns / places)
-        few = m <= _STORE_BOUND_ROWS * num_groups
         return (
             rounds * (tile.m + tile.n) / tile.ctas,
             rows * tile.m * columns * tile.n,
             tile.m * tile.n,
-            -tile.n if few else tile.n,
+            tile.n,
         )
 
     return min(tiling.tiles(arch, "wgrad"), key=cost)

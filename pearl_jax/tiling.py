@@ -144,13 +144,23 @@ _SMEM_BYTES = 226 * 1024
 _ELEMENT_BYTES = 2
 _LEAST_STAGES = 4  # of rows: fewer do not hide how long the copy engine takes
 
+# Columns of a stage of weights on Hopper: those of the two warpgroups' instructions. Tiles of
+# 256 columns have two stages side by side, as smaller ones leave less room unused and are free
+# sooner.
+STAGE_COLUMNS = 128
+
 
 # Where results leave through shared memory, each of two warpgroups has two buffers.
 STAGING_BYTES = 8 * 1024  # of a buffer
 
 
+def stage_columns(arch, tile) -> int:
+    """Columns of a stage of weights, in each CTA."""
+    return STAGE_COLUMNS if arch == "sm_90a" else tile.n // tile.ctas
+
+
 def stages(arch, tile) -> tuple[int, int]:
-    """How many stages of weights (n, k) and of rows (m, K_TILE) a CTA of the kernel has.
+    """How many stages of weights (stage_columns, k) and of rows (m, K_TILE) a CTA has.
 
     Hopper: as many of weights, which come from memory, as leave room for the least number
     of rows, which mostly come from a cache, and for staged results.
@@ -159,7 +169,7 @@ def stages(arch, tile) -> tuple[int, int]:
     stage for each K tile, or where a stage holds two K tiles one for each two and one more,
     as the first K tile may be the second one of its stage.
     """
-    weights_bytes = tile.n // tile.ctas * tile.k * _ELEMENT_BYTES
+    weights_bytes = stage_columns(arch, tile) * tile.k * _ELEMENT_BYTES
     rows_bytes = tile.m // tile.ctas * K_TILE * _ELEMENT_BYTES
     if arch == "sm_90a":
         smem_bytes = _SMEM_BYTES - 4 * STAGING_BYTES * tile.staged
@@ -266,10 +276,10 @@ def tensor_memory_columns(tile) -> int:
 # to choose from (see cost.py).
 #
 # Hopper, measured on an H200 (benchmarks/notes/hopper.md):
-#   64 x 256   most bytes in flight, and least traffic of rows; groups of over 64 rows would
-#              read their weights twice
-#   128 x 256, 192 x 128   the same for larger groups. For k contiguous requests 256 bytes wide
-#              over 256 columns matter most; else many small stages
+#   64 x 256   most bytes in flight; groups of over 64 rows would read their weights twice
+#   128 x 256  nearly as many, for groups of up to 128. For k contiguous requests 256 bytes wide
+#              matter, else small stages, with which it serves few rows as well
+#   192 x 128  for larger groups, and where 256 columns would leave a round of tiles half empty
 #   256 x 128  needs the least traffic for its arithmetic, still less where two multiprocessors
 #              share rows; staged, as nothing else hides the stores of so many results
 #
@@ -282,7 +292,7 @@ def tensor_memory_columns(tile) -> int:
 #              copies of weights in shared memory, which leaves 9 stages to 256 rows
 #   more rows  arithmetic bounds the time: a pair needs 48 bytes a clock from L2 for 512
 #              columns and 64, about all there are, for 256, which fill the chip better when few
-_FEW, _MANY = TileConfig(64, 256), TileConfig(256, 128, 64, 2, staged=True)
+_MANY = TileConfig(256, 128, 64, 2, staged=True)
 _BLACKWELL = (
     (16, TileConfig(64, 128)),
     (64, TileConfig(64, 128, rows_on_m=True)),
@@ -296,8 +306,8 @@ _BLACKWELL = (
 )
 _TILES = {
     "sm_90a": {
-        "dgrad": ((math.inf, _FEW, TileConfig(128, 256), _MANY),),
-        "fwd": ((math.inf, _FEW, TileConfig(192, 128, 64), _MANY),),
+        "dgrad": ((math.inf, TileConfig(64, 256), TileConfig(128, 256), _MANY),),
+        "fwd": ((math.inf, TileConfig(128, 256, 64), TileConfig(192, 128, 64), _MANY),),
     },
     "sm_100f": {"dgrad": _BLACKWELL, "fwd": _BLACKWELL},
 }

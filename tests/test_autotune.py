@@ -250,7 +250,7 @@ def test_several_processes_add_to_one_table(tmp_path):
         first = int(os.environ["FIRST"])
         measured = tuned.Measured(TileConfig(64, 256), "2026-11-30", {})
         for n in range(first, first + 20):
-            tuned.add(os.environ["TABLE"], {tuned.Problem("fwd", 1, 1, n, 1): measured})
+            tuned.add(os.environ["TABLE"], {tuned.Problem("dgrad", 1, 1, n, 1): measured})
     """
     table = str(tmp_path / "tiles.txt")
     with concurrent.futures.ThreadPoolExecutor() as pool:

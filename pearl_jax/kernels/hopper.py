@@ -22,7 +22,7 @@ from pearl_jax.kernels.hopper_mainloop import (
 from pearl_jax.kernels.hopper_outer import HopperGroupedOuter
 from pearl_jax.kernels.launcher import DTYPES, compile_launcher
 from pearl_jax.kernels.scheduler import Scheduler
-from pearl_jax.tiling import K_TILE, KernelSpec
+from pearl_jax.tiling import K_TILE, STAGE_COLUMNS, KernelSpec
 
 
 class HopperGroupedMatmul:
@@ -34,7 +34,7 @@ class HopperGroupedMatmul:
     the same tokens; each copies a part of the tokens to all.
 
     Warps (384 threads, one CTA on each multiprocessor):
-      warp 0      copies weights: stages of (tile.n, tile.k)
+      warp 0      copies weights: stages of (STAGE_COLUMNS, tile.k)
       warp 1      copies tokens: stages of (tile.m, one K tile), only the rows there are
       warps 2, 3  write zeros to the rows that no group of rhs owns
       warps 4-11  two consumer warpgroups, half of the columns each
@@ -63,7 +63,7 @@ class HopperGroupedMatmul:
             assert -(-(least + 1) // self.box_rows) * self.box_rows >= extent
 
         size = self.dtype.width // 8
-        self.weights_bytes = spec.tile.n * spec.tile.k * size
+        self.weights_bytes = STAGE_COLUMNS * spec.tile.k * size
         self.box_bytes = self.box_rows * K_TILE * size
         self.weights_stages, self.tokens_stages = self.mainloop.stages
         self.box = epilogue.StagedOutput.box(self.out_dtype)[::-1]  # (columns, rows)
@@ -93,7 +93,7 @@ class HopperGroupedMatmul:
             self.spec,
             rhs,
             (n, k, rhs_batches * num_groups),
-            self.tile.n,
+            STAGE_COLUMNS,
             self.weights_stages,
             load,
         )
@@ -203,17 +203,18 @@ class HopperGroupedMatmul:
         chunk, tile, step = scheduler.start()
         chunk, work = scheduler.find(chunk, tile)
         while work.valid:
-            column_tile = work.column // self.tile.n
+            column_tile = work.column // STAGE_COLUMNS
             for i in range(num_stages):
-                ring.acquire(state, self.weights_bytes)
-                cute.copy(
-                    atom,
-                    gmem[None, column_tile, i, work.group],
-                    smem[None, state.index],
-                    tma_bar_ptr=ring.full_barrier(state),
-                    **forms.weights_policy(self.spec),
-                )
-                state.advance()
+                for block in range(self.mainloop.blocks):
+                    ring.acquire(state, self.weights_bytes)
+                    cute.copy(
+                        atom,
+                        gmem[None, column_tile + block, i, work.group],
+                        smem[None, state.index],
+                        tma_bar_ptr=ring.full_barrier(state),
+                        **forms.weights_policy(self.spec),
+                    )
+                    state.advance()
             tile += step
             chunk, work = scheduler.find(chunk, tile)
         ring.drain(state)

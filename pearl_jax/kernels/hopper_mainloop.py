@@ -17,7 +17,7 @@ from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 from pearl_jax import tiling
 from pearl_jax.kernels.launcher import DTYPES
 from pearl_jax.kernels.pipeline import Ring
-from pearl_jax.tiling import K_TILE, KernelSpec
+from pearl_jax.tiling import K_TILE, STAGE_COLUMNS, KernelSpec
 
 WARPGROUP = 128
 CONSUMERS = 2  # warpgroups
@@ -25,6 +25,7 @@ THREADS = (1 + CONSUMERS) * WARPGROUP
 # Registers of a thread: the CTA has 65536, and the consumers' share must not exceed what
 # the producers give back, or the increase waits for ever.
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
+assert STAGE_COLUMNS == CONSUMERS * 64
 assert WARPGROUP * (PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS) <= 65536
 
 
@@ -48,6 +49,11 @@ class Mainloop:
     def stages(self):
         """Of weights and of tokens."""
         return tiling.stages(self.spec.arch, self.spec.tile)
+
+    @property
+    def blocks(self):
+        """Stages of weights side by side in a work tile, of 64 columns for each consumer."""
+        return self.spec.tile.n // STAGE_COLUMNS
 
     def rings(self, allocator, weights_smem, tokens_smem):
         """The rings of weights and of tokens, in shared memory of these layouts."""
@@ -134,18 +140,23 @@ class Mainloop:
         steps = K_TILE // 16  # instructions along a K tile
         k_ratio = tile.k // K_TILE  # K tiles of a stage of weights
 
+        blocks = cute.logical_divide(accumulators, (None, 1, None))
         weights_done, tokens_done = weights_state.clone(), tokens_state.clone()
         for i in range(k_tiles):
-            weights_ring.wait(weights_state)
             tokens_ring.wait(tokens_state)
-            for step in cutlass.range_constexpr(steps):
-                cute.gemm(
-                    mma,
-                    accumulators,
-                    a[None, None, i % k_ratio * steps + step, weights_state.index],
-                    b[None, None, step, tokens_state.index],
-                    accumulators,
-                )
+            state = weights_state.clone()
+            for block in cutlass.range_constexpr(self.blocks):
+                weights_ring.wait(state)
+                c = blocks[None, (None, block), None]
+                for step in cutlass.range_constexpr(steps):
+                    cute.gemm(
+                        mma,
+                        c,
+                        a[None, None, i % k_ratio * steps + step, state.index],
+                        b[None, None, step, tokens_state.index],
+                        c,
+                    )
+                state.advance()
             warpgroup.commit_group()
             warpgroup.wait_group(1)
             # Done with K tile i - 1: with its tokens, and if it was their last with its weights.
@@ -153,15 +164,20 @@ class Mainloop:
                 tokens_ring.release(tokens_done)
                 tokens_done.advance()
                 if i % k_ratio == 0:
-                    weights_ring.release(weights_done)
-                    weights_done.advance()
+                    for _ in cutlass.range_constexpr(self.blocks):
+                        weights_ring.release(weights_done)
+                        weights_done.advance()
             tokens_state.advance()
             if i % k_ratio == k_ratio - 1:
-                weights_state.advance()
+                for _ in cutlass.range_constexpr(self.blocks):
+                    weights_state.advance()
         warpgroup.wait_group(0)
         if k_tiles > 0:
             tokens_ring.release(tokens_done)
-            weights_ring.release(weights_done)
+            for _ in cutlass.range_constexpr(self.blocks):
+                weights_ring.release(weights_done)
+                weights_done.advance()
         if k_tiles % k_ratio != 0:
-            weights_state.advance()
+            for _ in cutlass.range_constexpr(self.blocks):
+                weights_state.advance()
         return accumulators, weights_state, tokens_state

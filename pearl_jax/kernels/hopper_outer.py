@@ -21,7 +21,7 @@ from pearl_jax.kernels.hopper_mainloop import (
 )
 from pearl_jax.kernels.launcher import DTYPES
 from pearl_jax.kernels.scheduler import OuterScheduler
-from pearl_jax.tiling import K_TILE, KernelSpec
+from pearl_jax.tiling import K_TILE, STAGE_COLUMNS, KernelSpec
 
 _BLOCKS = 4  # of the result, that are read at once to be added to
 
@@ -85,7 +85,7 @@ class HopperGroupedOuter:
                 rhs,
                 (rhs_batches * m, n),
                 self.spec.wide,
-                (self.tile.n, K_TILE),
+                (STAGE_COLUMNS, K_TILE),
                 rhs_stages,
                 load,
             ),
@@ -184,7 +184,8 @@ class HopperGroupedOuter:
 
     @cute.jit
     def copy(self, scheduler, ring, atom, tensor, tiler, is_lhs: cutlass.Constexpr[bool]):
-        extent = self.tile.m if is_lhs else self.tile.n
+        extent = self.tile.m if is_lhs else STAGE_COLUMNS
+        stages = 1 if is_lhs else self.mainloop.blocks  # of a K tile
         num_bytes = extent * K_TILE * (self.dtype.width // 8)
         state = ring.producer_state()
         ends, order = scheduler.start()
@@ -195,10 +196,14 @@ class HopperGroupedOuter:
             for part in range(scheduler.reduced):
                 ends, rows = scheduler.rows(ends, work, part)
                 first = rows.lhs_first if is_lhs else rows.rhs_first
-                for i in range(cute.ceil_div(rows.count, K_TILE)):
-                    row = i * K_TILE
+                for i in range(cute.ceil_div(rows.count, K_TILE) * stages):
+                    row = i // stages * K_TILE
                     stage = forms.ragged_tile(
-                        tensor, tiler, column_tile, first + row, rows.count - row
+                        tensor,
+                        tiler,
+                        column_tile + i % stages,
+                        first + row,
+                        rows.count - row,
                     )
                     smem, gmem = cpasync.tma_partition(
                         atom,
