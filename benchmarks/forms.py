@@ -222,7 +222,7 @@ def torch_candidate(make_call, problem, column):
 
     def bind(group_sizes):
         made = [make_call(torch, *arrays, group_sizes) for arrays in copies]
-        graph, out = _capture(torch, [call for call, _ in made], calls)
+        graph, out = capture(torch, [call for call, _ in made], calls)
         finish = made[0][1]
 
         def start(count, _alive=made):  # the graph reads tensors that only the calls hold
@@ -242,7 +242,7 @@ def torch_candidate(make_call, problem, column):
     return bind
 
 
-def _capture(torch, functions, calls):
+def capture(torch, functions, calls):
     """A CUDA graph of independent calls, of the functions in turn, and the output of the first."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

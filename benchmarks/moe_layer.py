@@ -7,8 +7,8 @@
 The layer is that of pearl_jax.moe with a float32 router, in bfloat16: router, sort, gather,
 gate and up projection, activation, down projection, combine. A step is the loss with its
 gradients for tokens, router and experts. Columns: microseconds with grouped_matmul; how many
-times longer the same layer takes with each peer as its contraction (above 1: grouped_matmul
-is faster); GiB of operands, results and scratch that each of them needs at once, as compiled.
+times longer the same layer takes with each peer as its contraction, or all of it in torch
+(above 1: grouped_matmul is faster); GiB of operands, results and scratch that each of them needs at once, as compiled.
 Then microseconds of each part, compiled alone (a part finds its operands in a cache where the
 whole may not, and its results are written out, so parts need not add up to the whole).
 
@@ -25,13 +25,14 @@ import argparse
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 import pearl_jax
-from benchmarks import forms, peers, results, shapes
+from benchmarks import forms, peers, results, shapes, torch_layer
 from pearl_jax import library, moe, routing, timing
 
 LAYERS = {name: shapes.MODELS[name] for name in ("GLM-5.3", "Qwen3-30B-A3B", "Mixtral-8x7B")}
@@ -81,7 +82,7 @@ def step(layer, tokens, target, **options):
     return jax.value_and_grad(loss, argnums=(0, 1))(layer, tokens)
 
 
-# Contractions: (model, tokens) -> a function like grouped_matmul, or Absent is raised.
+# Contractions: (model, tokens, factor) -> a function like grouped_matmul, or Absent is raised.
 
 
 def _lax(model, tokens, factor):
@@ -114,7 +115,8 @@ CONTRACTIONS = {
     "tokamax": _tokamax,
     "mosaic": _mosaic,
 }
-PACKAGES = {"pearl": "pearl-jax", "lax": "jax", "tokamax": "tokamax", "mosaic": "jax"}
+CANDIDATES = (*CONTRACTIONS, "torch")
+PACKAGES = {"pearl": "pearl-jax", "lax": "jax", "mosaic": "jax"}  # else of their own name
 
 
 @jax.jit
@@ -174,9 +176,16 @@ def _sort(experts, num_experts):
 
 
 class Program(NamedTuple):
-    """A compiled program of some calls: what is timed, and the bytes that it needs at once."""
+    """A compiled program of some calls.
+
+    Attributes:
+      burst: what is timed.
+      result: gives what the first call gives.
+      num_bytes: that it needs at once.
+    """
 
     burst: timing.Burst
+    result: Callable[[], Any]
     num_bytes: int
 
 
@@ -187,10 +196,10 @@ def compile_calls(function, operands, calls=1) -> Program:
     program = jax.jit(lambda first, *others: [function(x, *others) for x in first])
     compiled = program.lower(first, *operands[1:]).compile()
     burst = timing.jax_burst(compiled, (first, *operands[1:]), calls)
-    burst.wait(burst.start(1))
+    burst.wait(burst.start(1))  # what runs first is not timed
     sizes: Any = compiled.memory_analysis()
     needed = sizes.argument_size_in_bytes + sizes.output_size_in_bytes + sizes.temp_size_in_bytes
-    return Program(burst, needed)
+    return Program(burst, lambda: burst.start(1)[0], needed)
 
 
 def compile_candidates(name, model, operands, candidates, reasons) -> dict[str, Program]:
@@ -202,10 +211,13 @@ def compile_candidates(name, model, operands, candidates, reasons) -> dict[str, 
     programs, want = {}, None
     for candidate in candidates:
         try:
-            contraction = CONTRACTIONS[candidate](model, len(operands[1]), factor)
-            run = functools.partial(function, top_k=model.top_k, contraction=contraction)
-            program = compile_calls(run, operands)
-            got = program.burst.start(1)
+            if candidate == "torch":
+                program = Program(*torch_layer.compile_pass(name, operands, model.top_k))
+            else:
+                contraction = CONTRACTIONS[candidate](model, len(operands[1]), factor)
+                run = functools.partial(function, top_k=model.top_k, contraction=contraction)
+                program = compile_calls(run, operands)
+            got = program.result()
             want = got if want is None else want
             error = float(worst_error(got, want))
         except Exception as error:  # a peer may fail in any way, and must not end the run
@@ -227,7 +239,7 @@ def measure(programs, rounds, layer) -> list[results.Row]:
         results.with_times(layer, timing)._replace(
             form=form,
             candidate=candidate,
-            version=results.version(PACKAGES.get(candidate, "pearl-jax")),
+            version=results.version(PACKAGES.get(candidate, candidate)),
             gib=round(programs[form, candidate].num_bytes / 2**30, 6),
         )
         for (form, candidate), timing in timings.items()
@@ -315,7 +327,7 @@ def main(argv=None):
     parser.add_argument("--cpu", action="store_true", help="scaled down, on the CPU")
     parser.add_argument("--layer", nargs="+", choices=LAYERS, default=list(LAYERS))
     parser.add_argument("--tokens", type=int, nargs="+", help=f"by default {TOKENS}")
-    parser.add_argument("--peers", nargs="*", choices=CONTRACTIONS, default=list(CONTRACTIONS))
+    parser.add_argument("--peers", nargs="*", choices=CANDIDATES, default=CANDIDATES)
     parser.add_argument("--rounds", type=int, default=5, help="samples of each candidate")
     parser.add_argument("--csv", metavar="FILE", help="add what is found, and skip what is there")
     options = parser.parse_args(argv)

@@ -240,11 +240,15 @@ def _layers(rows):
     lines = []
     for c in found:
         (own,) = c.pearl.values()
-        ratios = (_times(c, name) for name in names)
         key = c.key
         lines.append([key.case, str(key.rows), key.form, _us(own.us), f"{own.gib:.2f}"])
-        lines[-1] += ratios
-    yield "A whole layer on `grouped_matmul` and on other grouped matmuls."
+        for name in names:
+            gib = f", {c.peers[name][0].gib:.2f}" if name in c.peers else ""
+            lines[-1].append(_times(c, name) + gib)
+    yield (
+        "A whole layer on `grouped_matmul`, on other grouped matmuls in its place, and all of it in "
+        "torch, as a CUDA graph. Of peers: times, and GiB."
+    )
     yield _table(["layer", "tokens", "pass", "time", "GiB", *names], lines)
 
 
