@@ -8,9 +8,10 @@ The layer is that of pearl_jax.moe with a float32 router, in bfloat16: router, s
 gate and up projection, activation, down projection, combine. A step is the loss with its
 gradients for tokens, router and experts. Columns: microseconds with grouped_matmul; how many
 times longer the same layer takes with each peer as its contraction, or all of it in torch
-(above 1: grouped_matmul is faster); GiB of operands, results and scratch that each of them needs at once, as compiled.
-Then microseconds of each part, compiled alone (a part finds its operands in a cache where the
-whole may not, and its results are written out, so parts need not add up to the whole).
+(above 1: grouped_matmul is faster); GiB of operands, results and scratch that each of them
+needs at once, as compiled, or as torch allocated. Then microseconds of each part, compiled
+alone (a part finds its operands in a cache where the whole may not, and its results are
+written out, so parts need not add up to the whole).
 
 Experts that are spread over devices are those of one device. With e / p experts and all
 top_k choices it gets the rows that it would get from p devices with that many tokens each.

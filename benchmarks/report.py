@@ -246,8 +246,8 @@ def _layers(rows):
             gib = f", {c.peers[name][0].gib:.2f}" if name in c.peers else ""
             lines[-1].append(_times(c, name) + gib)
     yield (
-        "A whole layer on `grouped_matmul`, on other grouped matmuls in its place, and all of it in "
-        "torch, as a CUDA graph. Of peers: times, and GiB."
+        "A whole layer on `grouped_matmul`, on other grouped matmuls in its place, and all of it "
+        "in torch, as a CUDA graph. Of peers: times, and GiB."
     )
     yield _table(["layer", "tokens", "pass", "time", "GiB", *names], lines)
 

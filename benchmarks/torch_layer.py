@@ -18,7 +18,7 @@ from pearl_jax import timing
 
 @functools.cache
 def functions():
-    """"forward" and "step" of tensors: (router, gate_up, down), tokens, target, top_k."""
+    """ "forward" and "step" of tensors: (router, gate_up, down), tokens, target, top_k."""
     torch = forms.import_peer("torch")
 
     class Dispatch(torch.autograd.Function):

@@ -140,6 +140,14 @@ def test_group_sizes(compiled, name, shift):
         run(compiled[name], spec, sizes, m=90, k=k, n=n, **more)
 
 
+@every_kernel
+def test_bands_of_columns(compiled, name):
+    """The last band is narrower than the first, and both have several rows of tiles."""
+    spec = SPECS[name]
+    k, n = shape(spec, 264, 8456)
+    run(compiled[name], spec, [3, 0, 2], m=6, k=k, n=n)
+
+
 def test_the_largest_group_has_a_cta_to_itself(compiled):
     """Who works on one group with nearly all rows leaves the others' tiles to other CTAs."""
     name, spec = next(iter(SPECS.items()))

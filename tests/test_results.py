@@ -176,7 +176,9 @@ def test_the_section_has_times_and_says_where_peers_are_faster():
         *(row(us=us, ep=1, **more) for us in (50.0,)),
         row("torch", us=40.0, ep=1, **more),
         row(form="forward", case="GLM-5.3", rows=512, grouping="routed", gib=2.26),
-        row("lax", form="forward", case="GLM-5.3", rows=512, grouping="routed", us=1430.0),
+        row(
+            "lax", form="forward", case="GLM-5.3", rows=512, grouping="routed", us=1430.0, gib=3.83
+        ),
     ]
     text = report.section(rows, "pictures")
     assert (
@@ -196,7 +198,7 @@ def test_the_section_has_times_and_says_where_peers_are_faster():
     assert lines_with(text, "fwd", "lax") == [
         "| fwd | lax | 1 | 1 | 11.1 % | GLM-5.3 gate_up, 16 rows, uniform, ep 8 |"
     ]
-    assert lines_with(text, "512") == ["| GLM-5.3 | 512 | forward | 100 | 2.26 | 14.30x |"]
+    assert lines_with(text, "512") == ["| GLM-5.3 | 512 | forward | 100 | 2.26 | 14.30x, 3.83 |"]
     assert lines_with(text, "forward", "lax") == ["| forward | lax | 1 | 0 |  |  |"]
     assert "Not timed: bmm (torch cannot be imported), in fwd." in text
     assert "![microseconds](pictures/nvidia-h200-fwd-time.png)" in text

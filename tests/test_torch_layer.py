@@ -34,7 +34,7 @@ def test_a_pass_gives_what_the_benchmark_gives(name):
 
 
 def test_without_a_gpu_it_is_absent():
-    with pytest.raises(forms.Absent, match="torch cannot be imported|torch sees no GPU"):
+    with pytest.raises(forms.Absent, match=r"torch cannot be imported|torch sees no GPU"):
         torch_layer.compile_pass("forward", (), 1)
 
 
@@ -46,4 +46,5 @@ def test_on_a_gpu_it_is_timed(name):
     found = moe_layer.compile_candidates(name, MODEL, operands, ["pearl", "torch"], reasons)
     assert set(found) == {"pearl", "torch"}, reasons
     given = sum(x.nbytes for x in jax.tree.leaves(operands))
-    assert given < found["torch"].num_bytes < 100 * given
+    workspaces = 2**26  # of the libraries that torch calls
+    assert given < found["torch"].num_bytes < 100 * given + workspaces

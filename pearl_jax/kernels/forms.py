@@ -2,7 +2,7 @@
 
 Weights are (g, n, k), k contiguous, or (g, k, n), n contiguous; both are seen as one
 tensor (n, k, group), and only the contiguous mode differs. Nothing is transposed or
-copied. A stage of weights is (tile.n, tile.k).
+copied. A stage of weights is (tiling.stage_columns, tile.k).
 
 Wide requests: the copy engine moves at most 128 contiguous bytes (one span of the
 swizzle) of each row of a box. With the contiguous mode written as (64, extent / 64),

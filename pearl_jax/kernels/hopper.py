@@ -40,7 +40,7 @@ class HopperGroupedMatmul:
       warps 4-11  two consumer warpgroups, half of the columns each
 
     Timeline of a work tile: both producers walk on as far as their rings have room, past
-    the end of the tile and into the next ones. A consumer waits for the two stages of
+    the end of the tile and into the next ones. A consumer waits for the stages of
     a K tile, issues its wgmmas, and when those of the K tile before have finished
     releases that one's stages, so one K tile is always in flight. After the last one it
     stores its accumulators while the rings fill for the next tile: straight from registers,

@@ -36,7 +36,7 @@ class HopperGroupedOuter:
     zeros (forms.ragged_tensor): not even NaN in a neighbour's rows reaches a sum.
 
     Warps (384 threads, one CTA on each multiprocessor):
-      warp 0      copies rhs: stages of (tile.n, 64)
+      warp 0      copies rhs: stages of (STAGE_COLUMNS, 64)
       warp 1      copies lhs: stages of (tile.m, 64)
       warps 2, 3  do nothing
       warps 4-11  two consumer warpgroups, half of the columns each

@@ -7,10 +7,10 @@ one of each CTA, or pair of CTAs, of a cluster. Cluster c takes the tiles c, c +
 c + 2 clusters and so on. Every warp that needs the tiles walks by itself: its
 32 lanes hold 32 groups at a time, and one ballot finds the group of a tile.
 
-Those of the outer product are numbered by batch, group, row tile and column tile of the
-result, whose groups all have the same number of tiles; what differs are the rows over which
-they sum, and so how long they take. The tiles of the largest group come first, and who has
-one more of them than others has fewer of the rest.
+Those of the outer product are numbered by batch, group, band of columns, row tile and column
+tile of the result, whose groups all have the same number of tiles; what differs are the rows
+over which they sum, and so how long they take. The tiles of the largest group come first,
+and who has one more of them than others has fewer of the rest.
 
 Negative sizes count as 0, and the sum is cut off at m.
 """
@@ -39,6 +39,11 @@ _EVEN_ROUNDS = 256
 # What a tile of an outer product takes beside its K tiles, to store its result (on an H200,
 # benchmarks/notes/outer.md). Who does which tiles depends on it, their values do not.
 _STORE_K_TILES = 3
+
+# Columns of the result of an outer product that its tiles go through before they turn to other
+# rows: what is stored at the same time lies side by side, and the next rows find the operand in
+# the L2 cache. Up to two bands are one, as stores then count more.
+_BAND = 4096
 
 
 @native_struct
@@ -399,12 +404,18 @@ class OuterScheduler(Groups):
         group = index - (index <= order.largest)
         if index == 0:
             group = order.largest
-        row_tile = in_group // self._column_tiles()
+        most = Int32(_BAND // self.tile.n)
+        if self._column_tiles() <= 2 * most:
+            most = self._column_tiles()
+        band = in_group // (self._row_tiles() * most)
+        in_band = in_group - band * self._row_tiles() * most
+        columns = cutlass.min(self._column_tiles() - band * most, most)
+        row_tile = in_band // columns
         return OuterTile(
             out_batch=group // self.num_groups,
             group=group % self.num_groups,
             row=row_tile * self.tile.m,
-            column=(in_group - row_tile * self._column_tiles()) * self.tile.n,
+            column=(band * most + in_band - row_tile * columns) * self.tile.n,
         )
 
     def _tiles_of_a_group(self):

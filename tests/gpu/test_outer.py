@@ -108,7 +108,18 @@ def test_nan_in_neighbours(spec):
 
 @pytest.mark.parametrize(
     ("k", "n"),
-    [(1, 7), (7, 1), (1, 1), (72, 100), (100, 72), (130, 64), (250, 257), (8, 2056), (1032, 8)],
+    [
+        (1, 7),
+        (7, 1),
+        (1, 1),
+        (72, 100),
+        (100, 72),
+        (130, 64),
+        (250, 257),
+        (8, 2056),
+        (1032, 8),
+        (520, 8968),
+    ],
 )
 def test_any_k_and_n(k, n):
     """Not only multiples of 8, which a kernel reads in place."""
