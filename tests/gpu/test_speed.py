@@ -1,5 +1,7 @@
 """A guard against slower kernels: ratios to cuBLAS in one run, on GPUs where they were measured."""
 
+import os
+
 import benchmarks_by_path  # noqa: F401
 import jax
 import pytest
@@ -15,11 +17,11 @@ SHAPE = shapes.MODELS["GLM-5.3"].gate_up
 # How many times longer cuBLAS's batched matmul takes, at least: the least of several runs on
 # an H200 (README, benchmarks/notes) less 4 %, by form, rows of each group and column.
 LEAST = {
-    ("fwd", 16, "gnk"): 1.01,
-    ("fwd", 64, "gnk"): 1.01,
+    ("fwd", 16, "gnk"): 1.02,
+    ("fwd", 64, "gnk"): 1.02,
     ("fwd", 256, "gnk"): 0.99,
-    ("fwd", 1024, "gnk"): 0.96,
-    ("wgrad", 256, "same"): 0.99,
+    ("fwd", 1024, "gnk"): 1.0,
+    ("wgrad", 256, "same"): 1.0,
 }
 
 
@@ -37,6 +39,8 @@ def ratio(form, rows, column, shape=SHAPE, peer="bmm"):
 
 @pytest.mark.parametrize(("form", "rows", "column"), LEAST)
 def test_no_slower_than_when_it_was_measured(form, rows, column):
+    if os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1") != "1":
+        pytest.skip("other tests run at the same time: nothing was timed")
     kind = jax.devices()[0].device_kind
     if kind not in protocol.GPU_PEAKS:
         pytest.skip(f"no ratios are known for {kind}, only for {', '.join(protocol.GPU_PEAKS)}")
