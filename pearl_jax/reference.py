@@ -2,8 +2,8 @@
 
 The work follows the rows that exist: each group is cut into tiles of rows, and each
 tile costs one matmul with that group's weights. Nothing is padded to the number of
-groups, so the arithmetic is about the useful 2*m*k*n, and beside the output only a few
-tiles are held.
+groups, so the arithmetic is about the useful 2*m*k*n. Beside the output only a few tiles
+are held; with large weights also the first tiles of all groups, about as many rows as lhs.
 
 Operands carry leading batch axes that broadcast against each other as in numpy (an
 axis of size 1 is shared, never copied). Group sizes are int32 and may hold anything:
@@ -12,6 +12,7 @@ negative ones count as 0, and the sum is cut off at m.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax.numpy as jnp
@@ -22,6 +23,14 @@ from pearl_jax import tiling
 # Weights are read in pieces of this size: XLA copies what a loop multiplies, so pieces
 # bound the memory held, and one that fits the second-level cache is mostly faster.
 _PIECE_BYTES = 2**20
+
+# From so many bytes of weights on, the first tiles of all groups are one batched matmul: it uses
+# all cores, and copies no weights.
+_BATCHED_BYTES = 2**22
+
+# With so few rows a long contraction is a sum over this many parts of it, which XLA fuses with
+# the products on a CPU: faster than its matmul (benchmarks/notes/xla_reference.md).
+_PARTS, _LEAST_PART, _FEW_ROWS = 8, 128, 16
 
 # A group is first cut into tiles this many times larger, then into the plain ones, so
 # that one hot group does not read its weights once for every few rows.
@@ -118,11 +127,42 @@ def grouped_matmul(
 
             return step
 
-        return _walk(row_tiles, start, end, tile_step, out)
+        return _walk(row_tiles, start + done, end, tile_step, out)
 
-    out = jnp.zeros((*batch, rows_held, n), out_dtype)
+    done, out = 0, jnp.zeros((*batch, rows_held, n), out_dtype)
+    known = not batch and all(isinstance(d, int) for d in (m, *rhs.shape))
+    same = lhs.dtype == rhs.dtype == acc_dtype == out_dtype
+    if known and same and _worth_a_batch(rhs, m, row_tiles[-1]):
+        # With many empty groups it costs more to read all weights than that saves.
+        busy = 4 * jnp.sum(bounds[1:] > bounds[:-1]) >= 3 * g
+        done = jnp.where(busy, row_tiles[-1], 0)
+        first = functools.partial(_first_tiles, row_tiles[-1], transpose_rhs, precision)
+        out = lax.cond(busy, first, lambda *_: out, lhs, rhs, bounds)
     out = lax.fori_loop(0, math.prod(batch) * g, group, out)
     return out[..., :m, :]
+
+
+def _worth_a_batch(rhs, m, rows):
+    """Whether weights are large, and the first tiles of all groups not many more rows than m."""
+    return rhs.size * rhs.dtype.itemsize >= _BATCHED_BYTES and len(rhs) * rows <= 2 * m
+
+
+def _first_tiles(rows, transpose_rhs, precision, lhs, rhs, bounds):
+    """(m, k), (g, k, n), (g + 1,) -> (m, n): the first rows of each group, all others 0."""
+    m, k = lhs.shape
+    g, _, n = rhs.shape
+    index = bounds[:-1, None] + jnp.arange(rows)
+    x = lhs.at[index].get(mode="clip")
+    if transpose_rhs:
+        n = rhs.shape[1]
+        y = _dot(x, rhs, ((2,), (2,)), precision, lhs.dtype, batch=((0,), (0,)))
+    else:
+        split = rows <= _FEW_ROWS and k % _PARTS == 0 and k >= _PARTS * _LEAST_PART
+        parts = _PARTS if split else 1
+        x, w = x.reshape(g, rows, parts, k // parts), rhs.reshape(g, parts, k // parts, n)
+        y = _dot(x, w, ((3,), (2,)), precision, lhs.dtype, batch=((0, 2), (0, 1))).sum(1)
+    where = jnp.where(index < bounds[1:, None], index, m)
+    return jnp.zeros((m, n), lhs.dtype).at[where].set(y, mode="drop")
 
 
 def grouped_outer(

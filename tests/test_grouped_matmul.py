@@ -1,6 +1,7 @@
 """Values: every form, dtype and case of group sizes against the float64 oracle."""
 
 import contextlib
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +45,34 @@ def test_matmul_group_sizes(rng, case, dtype, transpose_rhs):
     want = oracle.grouped_matmul(lhs, rhs, sizes, transpose_rhs)
     assert got.dtype == dtype
     assert worst_group_error(got, want, sizes) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(("k", "n"), [(1024, 1032), (72, 2**15)])
+def test_large_weights(rng, k, n, transpose_rhs):
+    """The first tiles of all groups are one batched matmul, unless many groups are empty."""
+    m, g = 96, 12
+    rhs = random(rng, (g, n, k) if transpose_rhs else (g, k, n))
+    run = jax.jit(functools.partial(pearl_jax.grouped_matmul, transpose_rhs=transpose_rhs))
+    for sizes in (
+        [8] * 12,
+        [1, 7, 8, 9, 15, 16, 17, 0, 0, 3, 2, 1],  # tiles of 8 rows; 17 rows have none
+        [0, 0, 0, 40, 2, 2, 2, 2, 2, 2, 2, 2],  # as many groups as it takes
+        [0, 0, 0, 0, 40, 2, 2, 2, 2, 2, 2, 2],
+        [90, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1],  # more rows than there are
+    ):
+        lhs = poison(random(rng, (m, k)), sizes)
+        got = run(lhs, rhs, np.array(sizes, np.int32))
+        want = oracle.grouped_matmul(lhs, rhs, sizes, transpose_rhs)
+        assert worst_group_error(got, want, sizes) < TOLERANCE["float32"], sizes
+    assert "stablehlo.case" in run.lower(lhs, rhs, np.array(sizes, np.int32)).as_text()
+
+
+@pytest.mark.parametrize(("k", "dtype"), [(8, "float32"), (1024, "bfloat16")])
+def test_the_loop_alone_serves_other_weights(k, dtype):
+    """Small ones, and such as would have to be converted, copied."""
+    m, g = 96, 12
+    operands = jnp.zeros((m, k), dtype), jnp.zeros((g, k, 1032), dtype), jnp.zeros(g, jnp.int32)
+    assert "stablehlo.case" not in jax.jit(pearl_jax.grouped_matmul).lower(*operands).as_text()
 
 
 @pytest.mark.parametrize("case", SIZES)
