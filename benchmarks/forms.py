@@ -222,28 +222,24 @@ def torch_candidate(make_call, problem, column):
 
     def bind(group_sizes):
         made = [make_call(torch, *arrays, group_sizes) for arrays in copies]
-        graph, out = capture(torch, [call for call, _ in made], calls)
+        burst, out = torch_burst(torch, [call for call, _ in made], calls)
         finish = made[0][1]
 
-        def start(count, _alive=made):  # the graph reads tensors that only the calls hold
-            for _ in range(count):
-                graph.replay()
-
-        def wait(_):
-            torch.cuda.synchronize()
-
         def result():
-            wait(start(1))
+            burst.wait(burst.start(1))
             found = finish(out) if finish else out
             return jnp.from_dlpack(found.reshape(problem.result_shape))
 
-        return Ready(timing.Burst(start, wait, calls), result)
+        return Ready(burst, result)
 
     return bind
 
 
-def capture(torch, functions, calls):
-    """A CUDA graph of independent calls, of the functions in turn, and the output of the first."""
+def torch_burst(torch, functions, calls=1):
+    """A burst of a CUDA graph of independent calls, of the functions in turn.
+
+    And the output of the first, which every run of the graph overwrites.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -254,7 +250,12 @@ def capture(torch, functions, calls):
     # JAX's threads may use the GPU meanwhile.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         outputs = [functions[i % len(functions)]() for i in range(calls)]
-    return graph, outputs[0]
+
+    def start(count, _alive=functions):  # the graph reads tensors that only they hold
+        for _ in range(count):
+            graph.replay()
+
+    return timing.Burst(start, lambda _: torch.cuda.synchronize(), calls), outputs[0]
 
 
 def import_peer(name) -> Any:

@@ -13,12 +13,11 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import forms
-from pearl_jax import timing
 
 
 @functools.cache
 def functions():
-    """ "forward" and "step" of tensors: (router, gate_up, down), tokens, target, top_k."""
+    """The passes "forward" and "step" of (router, gate_up, down), tokens, target, top_k."""
     torch = forms.import_peer("torch")
 
     class Dispatch(torch.autograd.Function):
@@ -98,17 +97,10 @@ def compile_pass(name, operands, top_k):
     out = run()
     peak = torch.cuda.max_memory_allocated() - before
     del out
-    graph, out = forms.capture(torch, [run], 1)
-
-    def wait(_):
-        torch.cuda.synchronize()
-
-    def start(count):
-        for _ in range(count):
-            graph.replay()
+    burst, out = forms.torch_burst(torch, [run])
 
     def result():
-        wait(start(1))
+        burst.wait(burst.start(1))
         return to_jax(name, out, operands[0])
 
-    return timing.Burst(start, wait), result, peak + sum(x.nbytes for x in given)
+    return burst, result, peak + sum(x.nbytes for x in given)

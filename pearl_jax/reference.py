@@ -150,19 +150,18 @@ def _worth_a_batch(rhs, m, rows):
 def _first_tiles(rows, transpose_rhs, precision, lhs, rhs, bounds):
     """(m, k), (g, k, n), (g + 1,) -> (m, n): the first rows of each group, all others 0."""
     m, k = lhs.shape
-    g, _, n = rhs.shape
+    g = len(rhs)
     index = bounds[:-1, None] + jnp.arange(rows)
     x = lhs.at[index].get(mode="clip")
     if transpose_rhs:
-        n = rhs.shape[1]
         y = _dot(x, rhs, ((2,), (2,)), precision, lhs.dtype, batch=((0,), (0,)))
     else:
         split = rows <= _FEW_ROWS and k % _PARTS == 0 and k >= _PARTS * _LEAST_PART
         parts = _PARTS if split else 1
-        x, w = x.reshape(g, rows, parts, k // parts), rhs.reshape(g, parts, k // parts, n)
+        x, w = x.reshape(g, rows, parts, k // parts), rhs.reshape(g, parts, k // parts, -1)
         y = _dot(x, w, ((3,), (2,)), precision, lhs.dtype, batch=((0, 2), (0, 1))).sum(1)
     where = jnp.where(index < bounds[1:, None], index, m)
-    return jnp.zeros((m, n), lhs.dtype).at[where].set(y, mode="drop")
+    return jnp.zeros((m, y.shape[2]), lhs.dtype).at[where].set(y, mode="drop")
 
 
 def grouped_outer(
