@@ -34,7 +34,7 @@ POINTERS = ("lhs", "rhs", "group_sizes", "group_offset", "batch_index", "out")
 SIZES = ("m", "n", "k", "num_groups", "num_sizes", "num_batches", "lhs_batches", "rhs_batches")
 ARGUMENTS = {
     "fwd": [*POINTERS, *SIZES, "num_sms", "stream"],
-    "wgrad": [*POINTERS, *SIZES, "reduced", "accumulate", "num_sms", "stream"],
+    "wgrad": [*POINTERS, "partial", *SIZES, "reduced", "accumulate", "num_sms", "stream"],
 }
 ARGUMENTS["dgrad"] = ARGUMENTS["fwd"]
 

@@ -160,11 +160,13 @@ Sizes SizesOfOuter(Span l, Span r, Span b, Span o) {
   return {valid, m, n, k, o[1], b[0] / o[0]};
 }
 
-// `old`, if there is one, is what the result is added to; it is the same memory as out.
+// `old`, if there is one, is what the result is added to; it is the same memory as out. An outer
+// product has one more result, `partial`, to keep sums in.
 ffi::Error Execute(CUstream stream, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs,
                    ffi::BufferR2<ffi::S32> group_sizes, ffi::BufferR1<ffi::S32> group_offset,
                    ffi::BufferR2<ffi::S32> batch_index, ffi::RemainingArgs old,
-                   ffi::Result<ffi::AnyBuffer> out, KernelNames names) {
+                   ffi::Result<ffi::AnyBuffer> out, ffi::RemainingRets partial,
+                   KernelNames names) {
   if (out->element_count() == 0) return ffi::Error::Success();
   auto loaded = Load(stream, names);
   if (loaded.has_error()) return loaded.error();
@@ -188,7 +190,7 @@ ffi::Error Execute(CUstream stream, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs,
     auto buffer = old.get<ffi::AnyBuffer>(i);
     aliased = outer && buffer.has_value() && buffer->untyped_data() == out->untyped_data();
   }
-  if (!sizes.valid || !aliased || old.size() > 1 || b[1] != 4 ||
+  if (!sizes.valid || !aliased || old.size() > 1 || partial.size() != outer || b[1] != 4 ||
       lhs.element_type() != kernel.dtype || rhs.element_type() != kernel.dtype ||
       out->element_type() != kernel.out_dtype) {
     return fail(ffi::ErrorCode::kInvalidArgument, "the operands are not what the kernel takes");
@@ -220,6 +222,7 @@ ffi::Error Execute(CUstream stream, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs,
       .group_offset = group_offset.untyped_data(),
       .batch_index = batch_index.untyped_data(),
       .out = out->untyped_data(),
+      .partial = outer ? (*partial.get<ffi::AnyBuffer>(0))->untyped_data() : nullptr,
       .m = static_cast<int32_t>(sizes.m),
       .n = static_cast<int32_t>(sizes.n),
       .k = static_cast<int32_t>(sizes.k),
@@ -263,5 +266,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(pearl_jax_execute, pearl_jax::Execute,
                                   .Arg<ffi::BufferR2<ffi::S32>>()  // batch_index
                                   .RemainingArgs()                 // old, or nothing
                                   .Ret<ffi::AnyBuffer>()           // out
+                                  .RemainingRets()                 // partial, or nothing
                                   .Attr<pearl_jax::KernelNames>("kernels"),
                               {ffi::Traits::kCmdBufferCompatible});

@@ -57,12 +57,16 @@ CUresult Kernel::Load(CUdevice device) {
 
 CUresult Kernel::Launch(LaunchArguments& a) const {
   CUresult result = CUDA_SUCCESS;
-  std::vector<void*> arguments = {&a.lhs,         &a.rhs,        &a.group_sizes, &a.group_offset,
-                                  &a.batch_index, &a.out,        &a.m,           &a.n,
-                                  &a.k,           &a.num_groups, &a.num_sizes,   &a.num_batches,
-                                  &a.lhs_batches, &a.rhs_batches};
-  if (form == Form::kWgrad) arguments.insert(arguments.end(), {&a.reduced, &a.accumulate});
-  arguments.insert(arguments.end(), {&a.num_sms, &a.stream, &result});
+  std::vector<void*> arguments = {&a.lhs,          &a.rhs,         &a.group_sizes,
+                                  &a.group_offset, &a.batch_index, &a.out};
+  auto add = [&](std::initializer_list<void*> more) {
+    arguments.insert(arguments.end(), more);
+  };
+  if (form == Form::kWgrad) add({&a.partial});
+  add({&a.m, &a.n, &a.k, &a.num_groups, &a.num_sizes, &a.num_batches, &a.lhs_batches,
+       &a.rhs_batches});
+  if (form == Form::kWgrad) add({&a.reduced, &a.accumulate});
+  add({&a.num_sms, &a.stream, &result});
   launch(arguments.data(), static_cast<int32_t>(arguments.size()));
   return result;
 }

@@ -24,6 +24,7 @@ struct LaunchArguments {
   void* group_offset;
   void* batch_index;
   void* out;
+  void* partial;  // kWgrad only: memory of tiling.partial_sums, float32
   int32_t m;
   int32_t n;
   int32_t k;

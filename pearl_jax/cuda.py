@@ -157,12 +157,17 @@ def _outer(
     pad_k, pad_n = _padding("grouped_outer", k, n)
     lhs, rhs = _pad(lhs, 0, pad_k), _pad(rhs, 0, pad_n)
     dtype, kernel_out = _kernel_dtypes(lhs, rhs, out_dtype)
-    results = math.prod(out_batch) * num_groups
+    products = math.prod(out_batch) * num_groups
     here = math.prod(batch) * m * num_groups // max(group_sizes.shape[-1], 1)
-    choose = lambda arch, has: tuned.choose(arch, "wgrad", here, k, n, results, has)
+    choose = lambda arch, has: tuned.choose(arch, "wgrad", here, k, n, products, has)
     kernels = _kernels("wgrad", dtype, kernel_out, k + pad_k, n + pad_n, tile, choose)
     shape = (math.prod(out_batch), num_groups, k + pad_k, n + pad_n)
-    result = jax.ShapeDtypeStruct(shape, kernel_out)
+    # One more result, which nobody reads, is the kernel's to keep sums in.
+    partial_sums = max(map(tiling.partial_sums, kernels.values()), default=0)
+    results = (
+        jax.ShapeDtypeStruct(shape, kernel_out),
+        jax.ShapeDtypeStruct((partial_sums,), jnp.float32),
+    )
     index = _batch_index(batch, operands[:4], reduce_axes)
     groups = _flatten(group_sizes, 1), _flatten(group_offset, 0)
     # What is added to comes as one more operand, whose memory becomes the result's.
@@ -172,29 +177,31 @@ def _outer(
     for a in _parts(lhs, dtype, precision):
         for b in _parts(rhs, dtype, precision):
             aliases = {5: 0} if old else {}
-            call = _ffi_call("grouped_outer", kernels, result, input_output_aliases=aliases)
-            old = [call(_flatten(a, 2), _flatten(b, 2), *groups, index, *old)]
+            call = _ffi_call("grouped_outer", kernels, results, input_output_aliases=aliases)
+            out, _ = call(_flatten(a, 2), _flatten(b, 2), *groups, index, *old)
+            old = [out]
     return old[0][..., :k, :n].reshape(out_shape).astype(out_dtype)
 
 
 def _kernels(form, dtype, out_dtype, k, n, tile, choose):
-    """The kernel's name for each architecture; "" where none has the tile."""
+    """The kernel for each architecture, where one has the tile."""
 
-    def name(arch):
+    def choice(arch):
         def kernel(tile):
             return tiling.kernel(arch, form, dtype.name, out_dtype.name, k, n, tile)
 
         if tile is not None:
-            return kernel(tile).name if tile in library.tiles(arch, form) else ""
-        return kernel(choose(arch, lambda tile: library.has(kernel(tile)))).name
+            return kernel(tile) if tile in library.tiles(arch, form) else None
+        return kernel(choose(arch, lambda tile: library.has(kernel(tile))))
 
-    return {member: name(arch) for member, arch in _ARCHS.items()}
+    return {member: spec for member, arch in _ARCHS.items() if (spec := choice(arch))}
 
 
 def _ffi_call(op, kernels, result, **options):
     library.ensure_registered()
     call = jax.ffi.ffi_call(library.TARGETS[op], result, **options)
-    return functools.partial(call, kernels=kernels)
+    names = {member: kernels[member].name if member in kernels else "" for member in _ARCHS}
+    return functools.partial(call, kernels=names)
 
 
 def _kernel_dtypes(lhs, rhs, out_dtype):

@@ -36,7 +36,9 @@ class TileConfig:
       n: columns of one work tile of a kernel.
       k: elements of k of one stage of weights, a multiple of 64.
       cluster: how many neighbouring column tiles are worked on together, each by its own
-        multiprocessor (or pair of them), and share one copy of the rows.
+        multiprocessor (or pair of them), and share one copy of the rows. Of an outer product,
+        how many multiprocessors can share a tile, each for a part of its rows: 1 or, on
+        Hopper, 2.
       ctas: how many multiprocessors work on one tile, 1 or, on Blackwell, 2.
       rows_on_m: rows are the M operand of the tensor core, and its N are columns; else
         columns are M and rows N, which costs small groups less. On Blackwell only.
@@ -150,6 +152,14 @@ _LEAST_STAGES = 4  # of rows: fewer do not hide how long the copy engine takes
 STAGE_COLUMNS = 128
 
 
+# What a tile of an outer product takes on an H200 beside its K tiles, counted in K tiles
+# (benchmarks/notes/outer.md): to store its result, and more on each of two multiprocessors that
+# share it, as sums of one go to the other through memory.
+STORE_K_TILES, SHARE_K_TILES = 3, 8
+SHARED_TILES = 64  # at most in one call
+_MOST_SUMS = 2**15  # of a tile: the registers of a multiprocessor do not hold more
+
+
 # Where results leave through shared memory, each of two warpgroups has two buffers.
 STAGING_BYTES = 8 * 1024  # of a buffer
 
@@ -188,7 +198,7 @@ def stages(arch, tile) -> tuple[int, int]:
 def _hopper_rules(tile):
     yield tile.m in (16, 32, 64, 128, 192, 256), "m must be 16, 32, 64, 128, 192 or 256"
     yield tile.n in (128, 256), "n must be 128 or 256"
-    yield tile.m * tile.n <= 2**15, "m * n accumulators must fit into registers, 32768 at most"
+    yield tile.m * tile.n <= _MOST_SUMS, "m * n accumulators must fit into registers, 32768 at most"
     yield tile.cluster in (1, 2, 4), "cluster must be 1, 2 or 4"
     yield tile.ctas == 1, "ctas must be 1"
     yield not tile.rows_on_m, "rows_on_m must be False"
@@ -220,7 +230,9 @@ _RULES = {"sm_90a": _hopper_rules, "sm_100f": _blackwell_rules}
 def _outer_rules(arch, tile):
     yield tile.m % 64 == 0, "the m of an outer product must be a multiple of 64"
     yield tile.k == K_TILE, f"the k of an outer product must be {K_TILE}"
-    yield tile.cluster == 1, "the cluster of an outer product must be 1"
+    clusters = (1, 2) if arch == "sm_90a" else (1,)
+    some = " or ".join(map(str, clusters))
+    yield tile.cluster in clusters, f"the cluster of an outer product must be {some}"
     yield not tile.evict_first, "the evict_first of an outer product must be False"
     yield not tile.raster_along_n, "the raster_along_n of an outer product must be False"
     if arch == "sm_90a":
@@ -318,7 +330,8 @@ _STORE_COLUMNS = {"sm_90a": 8, "sm_100f": 16}  # of 16 bits, in one store
 #
 # Hopper: there is little arithmetic for each element of the result, so storing it counts, and
 # the copy engine does that. Both tiles need the least traffic for their arithmetic; one has
-# the half-empty tiles at the lower end of the result, the other at the right.
+# the half-empty tiles at the lower end of the result, the other at the right. Where a group of
+# many rows may have too few tiles, two multiprocessors can share one (see cost.py).
 #
 # Blackwell, from the arithmetic and not measured (benchmarks/notes/blackwell.md): for its
 # arithmetic a pair needs 64 bytes a clock from L2, all there are; 128 x 256 on one CTA
@@ -328,6 +341,7 @@ _OUTER_TILES = {
     "sm_90a": (
         TileConfig(256, 128, K_TILE, staged=True),
         TileConfig(128, 256, K_TILE, staged=True),
+        TileConfig(256, 128, K_TILE, 2, staged=True),
     ),
     "sm_100f": (
         TileConfig(128, 128, K_TILE, rows_on_m=True),
@@ -360,6 +374,23 @@ def kernel(arch, form, dtype, out_dtype, k, n, tile) -> KernelSpec:
     contiguous = {"fwd": (n,), "dgrad": (k,), "wgrad": (k, n)}[form]
     wide = all(extent % K_TILE == 0 for extent in contiguous) and n % _STORE_COLUMNS[arch] == 0
     return KernelSpec(arch, form, dtype, out_dtype, wide, tile)
+
+
+def partial_sums(spec) -> int:
+    """float32 numbers of memory that a kernel keeps sums in."""
+    return SHARED_TILES * _MOST_SUMS if spec.form == "wgrad" and spec.tile.cluster > 1 else 0
+
+
+def shares_last_tiles(places, tiles, cost, others):
+    """Whether two multiprocessors share each of the last tiles of the largest group.
+
+    places: multiprocessors, tiles: of the group, cost: of each, others: of all other groups'
+    tiles together, in K tiles. All of them, the shares and the rest, must be done before one
+    whole tile would be. Arguments are integers here, and in a kernel 64 bits wide.
+    """
+    last, both = tiles % places, cost + 2 * SHARE_K_TILES
+    few = (0 < last) & (2 * last <= places) & (last <= SHARED_TILES)
+    return few & (both < 2 * cost) & (last * both + others < places * cost)
 
 
 def candidates(arch, form, mean) -> tuple[TileConfig, ...]:

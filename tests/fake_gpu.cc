@@ -233,9 +233,10 @@ struct Array {
 
 // Calls a handler with some operands and one result. Returns the error, or null.
 const char* xla_call(XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*), int stage, uintptr_t stream,
-                     const char* sm_90, const char* sm_100, const Array* arrays, int num_args) {
+                     const char* sm_90, const char* sm_100, const Array* arrays, int num_args,
+                     int num_rets) {
   std::vector<XLA_FFI_Buffer> buffers;
-  for (int i = 0; i <= num_args; ++i) {
+  for (int i = 0; i < num_args + num_rets; ++i) {
     buffers.push_back(MAKE(XLA_FFI_Buffer));
     buffers.back().dtype = static_cast<XLA_FFI_DataType>(arrays[i].dtype);
     buffers.back().data = arrays[i].data;
@@ -245,8 +246,9 @@ const char* xla_call(XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*), int stage, u
   std::vector<XLA_FFI_ArgType> arg_types(num_args, XLA_FFI_ArgType_BUFFER);
   std::vector<void*> args;
   for (int i = 0; i < num_args; ++i) args.push_back(&buffers[i]);
-  XLA_FFI_RetType ret_type = XLA_FFI_RetType_BUFFER;
-  void* ret = &buffers[num_args];
+  std::vector<XLA_FFI_RetType> ret_types(num_rets, XLA_FFI_RetType_BUFFER);
+  std::vector<void*> rets;
+  for (int i = 0; i < num_rets; ++i) rets.push_back(&buffers[num_args + i]);
 
   auto span = [](const char* text) { return XLA_FFI_ByteSpan{text, std::strlen(text)}; };
   XLA_FFI_ByteSpan member_names[] = {span("sm_100"), span("sm_90")};  // attributes are sorted
@@ -274,9 +276,9 @@ const char* xla_call(XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*), int stage, u
   frame.args.types = arg_types.data();
   frame.args.args = args.data();
   frame.rets = MAKE(XLA_FFI_Rets);
-  frame.rets.size = 1;
-  frame.rets.types = &ret_type;
-  frame.rets.rets = &ret;
+  frame.rets.size = num_rets;
+  frame.rets.types = ret_types.data();
+  frame.rets.rets = rets.data();
   frame.attrs = MAKE(XLA_FFI_Attrs);
   frame.attrs.size = 1;
   frame.attrs.types = &type;

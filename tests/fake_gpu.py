@@ -54,15 +54,15 @@ class Host:
         """Calls a handler of the target; returns the error as "code message", or None.
 
         kernel is for Hopper and `other` for Blackwell. shapes: a (dtype, shape) for every
-        operand and, last, the result; by default those of problem(kernel). All buffers are at
-        the address data, but the last operand at other_data where it is given.
+        operand and, last, for the results; by default those of problem(kernel). All buffers are
+        at the address data, but the last operand at other_data where it is given.
         """
         shapes = shapes or problem(kernel)
-        if "old" in shapes:  # an operand more, before the result
-            shapes["out"] = shapes.pop("out")
-        arrays = [self._array(data, *x) for x in shapes.values()]
+        results = {name: shapes[name] for name in ("out", "partial") if name in shapes}
+        operands = {name: x for name, x in shapes.items() if name not in results}
+        arrays = [self._array(data, *x) for x in (*operands.values(), *results.values())]
         if other_data is not None:
-            arrays[-2].data = other_data
+            arrays[len(operands) - 1].data = other_data
         handler = {INITIALIZE: "initialize", EXECUTE: "execute"}[stage]
         error = self._fake.xla_call(
             getattr(self._library, f"pearl_jax_{handler}"),
@@ -71,7 +71,8 @@ class Host:
             kernel.encode(),
             other.encode(),
             (_Array * len(arrays))(*arrays),
-            len(arrays) - 1,
+            len(operands),
+            len(results),
         )
         return error and error.decode()
 
@@ -120,6 +121,7 @@ def problem(kernel, batch=2, m=64, k=128, n=256, g=8):
         "group_offset": ("int32", (1,)),
         "batch_index": ("int32", (batch, 4)),
         "out": (out_dtype, (batch, *((g, k, n) if outer else (m, n)))),
+        **({"partial": ("float32", (0,))} if outer else {}),
     }
 
 

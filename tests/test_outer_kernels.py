@@ -1,6 +1,7 @@
 """The outer product of groups on a CPU, run by the PTX emulator in every schedule."""
 
 import dataclasses
+from typing import NamedTuple
 
 import numpy as np
 import oracle
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def covering(arch):
-    """Each of the two tiles, and each other property with one of them."""
+    """Each tile, and each other property with one of them."""
     tiles = tiling.tiles(arch, "wgrad")
     return [
         tiling.KernelSpec(
@@ -42,7 +43,10 @@ def covering(arch):
             ("bfloat16", "float32", True, 0, {}),
             ("bfloat16", "float32", False, 1, {"pdl": False}),
             ("float16", "float16", False, 0, {}),
+            ("bfloat16", "bfloat16", True, 2, {}),
+            ("float16", "float32", False, 2, {}),
         )
+        if i < len(tiles)
     ]
 
 
@@ -61,6 +65,14 @@ def shape(spec, k, n):
     return k // unit * unit, n // unit * unit
 
 
+class Run(NamedTuple):
+    """What a problem took: instructions, also those of the CTA with the most."""
+
+    busiest: int
+    instructions: int
+    partial_sums: int  # that went from one CTA to another
+
+
 def run(kernel, spec, sizes, *, mode="random", seed=0, **shape):
     """Runs a problem in the emulator and compares the result with the oracle, bit by bit."""
     values, want = problem(spec, sizes, **shape)
@@ -68,7 +80,7 @@ def run(kernel, spec, sizes, *, mode="random", seed=0, **shape):
     wrong = np.argwhere((decoded(outputs[5]) != want) & ~np.isnan(want))
     assert not len(wrong), f"{len(wrong)} elements are wrong, the first at {wrong[0]}"
     assert report.launches[0].pdl == spec.tile.pdl
-    return report
+    return Run(report.busiest, report.instructions, int(np.isfinite(outputs[6]).sum()))
 
 
 def problem(
@@ -121,6 +133,7 @@ def problem(
         offset.astype(np.int32),
         index,
         encode(old.astype(np.float32)) if accumulate else np.full(want.shape, POISON[out_dtype]),
+        np.full(max(tiling.partial_sums(spec), 1), np.nan, np.float32),
         m, n, k, held, sizes.shape[1], len(want), batches[0], batches[1],
         reduced, int(accumulate), SMS,
     ]  # fmt: skip
@@ -167,6 +180,26 @@ def test_nobody_runs_ahead_of_the_largest_group_for_long(compiled):
     sizes = [tiling.K_TILE * k_tiles for k_tiles in (32, 40, 4, 4, 4, 4, 4, 4)]
     report = run(compiled[name], spec, sizes, m=sum(sizes), k=64, n=3 * spec.tile.n)
     assert report.busiest < 1.3 * report.instructions / SMS
+
+
+@pytest.mark.parametrize("name", [name for name, spec in SPECS.items() if spec.tile.cluster == 2])
+@in_turn
+@pytest.mark.parametrize(
+    ("tiles", "others", "shared"),
+    [(1, [0], 1), (2, [5, 0], 2), (5, [0], 1), (3, [0], 0), (2, [1536, 0], 0), (1, [0, 2000], 1)],
+)
+def test_two_ctas_share_a_tile(compiled, name, tiles, others, shared, shift):
+    """The last tiles of the largest group, if fewer than half of four CTAs have one.
+
+    And only if all others together then take less than one of these does alone.
+    """
+    spec = SPECS[name]
+    k, n = shape(spec, spec.tile.m, spec.tile.n * tiles)
+    for seed, size in enumerate((32 * tiling.K_TILE, 39 * tiling.K_TILE - 3)):
+        sizes = [*others, size, 0, 5]
+        more = {"mode": mode_of(seed + tiles, shift), "seed": seed, "accumulate": seed == 1}
+        report = run(compiled[name], spec, sizes, m=sum(sizes) + 2, k=k, n=n, **more)
+        assert report.partial_sums == shared * spec.tile.m * spec.tile.n
 
 
 @every_kernel

@@ -83,18 +83,20 @@ def check_hopper(spec, all_that):
         assert dimensions == {"5D" if spec.wide else "4D"}
     else:
         assert dimensions == {"2D", "4D" if spec.wide else "3D"}
-    assert any("MULTICAST" in name for name in requests) == (spec.tile.cluster > 1)
+    multicast = any("MULTICAST" in name for name in requests)
+    assert multicast == (spec.tile.cluster > 1 and not outer)
     if outer:
         # Results leave by the copy engine, which also adds float32. What 16-bit results are
-        # added to comes in 16 bytes a thread.
+        # added to comes in 16 bytes a thread, and so do sums that go to another CTA and come back.
         blocks = spec.tile.m // 8 * spec.tile.n // 128
         adds = spec.out_dtype == "float32"
         assert all_that("UTMASTG")
-        assert not all_that("STG")
+        sums = blocks if spec.tile.cluster > 1 else 0
+        assert all_that("STG") == ({"STG.E.128": sums} if sums else {})
         assert bool(all_that("UTMAREDG")) == adds
         assert sum(all_that("STS").values()) == (4 * blocks if adds else blocks)
         assert bool(all_that("STSM")) != adds
-        assert all_that("LDG.E.128") == ({} if adds else {"LDG.E.128": blocks // 2})
+        assert sum(all_that("LDG.E.128").values()) == sums + (0 if adds else blocks // 2)
     else:  # Results leave in 16 bytes a thread.
         assert set(all_that("STG")) == {"STG.E.128"}
     # All other loads are of single numbers.

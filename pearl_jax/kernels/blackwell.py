@@ -263,7 +263,7 @@ class BlackwellGroupedMatmul:
                             ],
                             weights_smem[None, mainloop.halves * weights_state.index + half],
                             tma_bar_ptr=full,
-                            **forms.weights_policy(self.spec),
+                            **forms.cache_policy(self.tile.evict_first),
                         )
                     weights_state.advance()
                 tokens_state.advance()
@@ -325,5 +325,5 @@ class BlackwellGroupedMatmul:
 def compile_kernel(spec: KernelSpec):
     """The compiled kernel, to be exported as an object file."""
     if spec.form == "wgrad":
-        return compile_launcher(BlackwellGroupedOuter(spec), spec, num_sizes=11, out_align=32)
-    return compile_launcher(BlackwellGroupedMatmul(spec), spec, num_sizes=9, out_align=32)
+        return compile_launcher(BlackwellGroupedOuter(spec), spec, out_align=32)
+    return compile_launcher(BlackwellGroupedMatmul(spec), spec, out_align=32)

@@ -71,6 +71,7 @@ class BlackwellGroupedOuter:
         group_offset: cute.Pointer,
         batch_index: cute.Pointer,
         out: cute.Pointer,
+        partial: cute.Pointer,  # not used: no tile is shared
         m: Int32,
         n: Int32,
         k: Int32,

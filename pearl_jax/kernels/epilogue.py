@@ -23,6 +23,7 @@ from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import cpasync
 
 from pearl_jax import tiling
+from pearl_jax.kernels import forms
 
 _PACK = {BFloat16: "cvt.rn.bf16x2.f32", Float16: "cvt.rn.f16x2.f32"}
 
@@ -255,6 +256,7 @@ class StagedOutput:
     tensor: cute.Tensor  # as the atoms see it
     smem: cute.Tensor  # (*box, two buffers of each warpgroup), swizzled; row or column first
     dtype: cutlass.Constexpr
+    evict_first: cutlass.Constexpr = False  # from the L2 cache, so that operands stay there
 
     @staticmethod
     def box(dtype):
@@ -274,6 +276,7 @@ class StagedOutput:
         first = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0
         blocks, parts = cute.size(accumulators, mode=[0]) // 4, cute.size(accumulators, mode=[1])
         boxes = -(-blocks * 8 // rows)
+        policy = forms.cache_policy(self.evict_first)
         for i in cutlass.range_constexpr(boxes * parts):
             box, part, buffer = i % boxes, i // boxes, 2 * warpgroup + i % 2
             if first:
@@ -296,11 +299,11 @@ class StagedOutput:
                 )
                 source = smem[None, buffer]
                 if cutlass.const_expr(self.adding_atom is None):
-                    cute.copy(self.atom, source, gmem)
+                    cute.copy(self.atom, source, gmem, **policy)
                 elif add != 0:
-                    cute.copy(self.adding_atom, source, gmem)
+                    cute.copy(self.adding_atom, source, gmem, **policy)
                 else:
-                    cute.copy(self.atom, source, gmem)
+                    cute.copy(self.atom, source, gmem, **policy)
                 cute.arch.cp_async_bulk_commit_group()
         # The next fragment begins with the first buffer: its wait must leave this one out.
         if boxes * parts % 2 == 1 and first:

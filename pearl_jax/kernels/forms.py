@@ -71,9 +71,9 @@ def weights_map(spec, pointer, shape, columns, stages, load):
 _EVICT_FIRST = 0x12F0000000000000
 
 
-def weights_policy(spec):
-    """How long the L2 cache keeps weights, as an argument of their copies."""
-    return {"cache_policy": Int64(_EVICT_FIRST)} if spec.tile.evict_first else {}
+def cache_policy(evict_first):
+    """How long the L2 cache keeps what is copied, as an argument of the copy."""
+    return {"cache_policy": Int64(_EVICT_FIRST)} if evict_first else {}
 
 
 def tokens_map(pointer, shape, box_rows, boxes, stages, load):

@@ -55,7 +55,9 @@ class HopperGroupedMatmul:
             raise ValueError(reason)
         self.spec, self.tile = spec, spec.tile
         self.dtype, self.out_dtype = DTYPES[spec.dtype], DTYPES[spec.out_dtype]
-        self.mainloop = Mainloop(spec, forms.weights_major(spec), OperandMajorMode.K)
+        self.mainloop = Mainloop(
+            spec, forms.weights_major(spec), OperandMajorMode.K, spec.tile.cluster
+        )
         self.extents = [e for e in tiling.EXTENTS if e <= spec.tile.m]
         self.box_rows = max(16, spec.tile.m // 4)  # tokens of one request of the copy engine
         # An instruction reads no token that was not copied.
@@ -212,7 +214,7 @@ class HopperGroupedMatmul:
                         gmem[None, column_tile + block, i, work.group],
                         smem[None, state.index],
                         tma_bar_ptr=ring.full_barrier(state),
-                        **forms.weights_policy(self.spec),
+                        **forms.cache_policy(self.tile.evict_first),
                     )
                     state.advance()
             tile += step
@@ -310,5 +312,5 @@ class HopperGroupedMatmul:
 def compile_kernel(spec: KernelSpec):
     """The compiled kernel, to be exported as an object file."""
     if spec.form == "wgrad":
-        return compile_launcher(HopperGroupedOuter(spec), spec, num_sizes=11)
-    return compile_launcher(HopperGroupedMatmul(spec), spec, num_sizes=9)
+        return compile_launcher(HopperGroupedOuter(spec), spec)
+    return compile_launcher(HopperGroupedMatmul(spec), spec)

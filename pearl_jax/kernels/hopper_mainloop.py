@@ -34,12 +34,13 @@ class Mainloop:
     """Rings (arrivals of one phase):
 
     weights  full: 1 and the bytes of the stage   empty: 8, one of each consumer warp
-    tokens   full: 1 and the bytes of the rows    empty: 8 of each CTA of the cluster
+    tokens   full: 1 and the bytes of the rows    empty: 8 of each CTA that shares them
     """
 
     spec: KernelSpec
     weights_major: OperandMajorMode
     tokens_major: OperandMajorMode
+    sharing: int = 1  # CTAs for which a copy of tokens is
 
     @property
     def dtype(self):
@@ -80,7 +81,7 @@ class Mainloop:
             barriers + 2 * weights_stages,
             storage.tokens.get_tensor(tokens_smem.outer, swizzle=tokens_smem.inner),
             tokens_stages,
-            self.spec.tile.cluster,
+            self.sharing,
         )
         return weights, tokens
 

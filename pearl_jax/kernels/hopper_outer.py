@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
+from cutlass._mlir.dialects.nvvm import MemScopeKind
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.nvgpu.common import OperandMajorMode
 
@@ -24,6 +27,44 @@ from pearl_jax.kernels.scheduler import OuterScheduler
 from pearl_jax.tiling import K_TILE, STAGE_COLUMNS, KernelSpec
 
 _BLOCKS = 4  # of the result, that are read at once to be added to
+_VECTOR = 4  # sums that a thread writes or reads at once, when a tile is shared
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """How the second CTA of a cluster gives its sums of a tile to the first, once in a launch."""
+
+    # A row for every _VECTOR registers of a fragment, in it those of one thread after another.
+    partial: epilogue.Output
+    given: cute.Pointer  # barrier, of each warp of the other CTA
+
+    @cute.jit
+    def init(self):
+        """Called by one warp, before the barriers' fence."""
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_init(self.given, CONSUMERS * WARPGROUP // 32)
+
+    @cute.jit
+    def give_or_take(self, accumulators, give):
+        """Writes the fragment, or adds what the other CTA wrote; consumers only."""
+        column = (cute.arch.thread_idx()[0] - WARPGROUP) * _VECTOR
+        vectors = cute.size(accumulators) // _VECTOR
+        row = Int64(cute.arch.block_idx()[0] // 2 * vectors)
+        if give:
+            for i in cutlass.range_constexpr(vectors):
+                values = [accumulators[_VECTOR * i + j] for j in range(_VECTOR)]
+                self.partial.store(row + i, column, values, Boolean(True))
+            cute.arch.fence_acq_rel_cluster()
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(self.given, 0, scope=MemScopeKind.CLUSTER)
+        else:
+            cute.arch.mbarrier_wait(self.given, 0)
+            cute.arch.fence_acq_rel_cluster()
+            for i in cutlass.range_constexpr(vectors):
+                values = self.partial.load(row + i, column, _VECTOR, Boolean(True))
+                for j in cutlass.range_constexpr(_VECTOR):
+                    accumulators[_VECTOR * i + j] += values[j].bitcast(Float32)
 
 
 class HopperGroupedOuter:
@@ -42,7 +83,9 @@ class HopperGroupedOuter:
       warps 4-11  two consumer warpgroups, half of the columns each
 
     The rings are the mainloop's. Timeline of a work tile: as in the matmul, with as many K
-    tiles as the group has; none if it is empty, and then zeros are stored.
+    tiles as the group has; none if it is empty, and then zeros are stored. The two CTAs of a
+    cluster have nothing in common but a tile that they share: the second writes its sums to
+    memory, and the first adds them to its own and stores the result.
     """
 
     def __init__(self, spec: KernelSpec):
@@ -65,6 +108,7 @@ class HopperGroupedOuter:
         group_offset: cute.Pointer,
         batch_index: cute.Pointer,
         out: cute.Pointer,
+        partial: cute.Pointer,
         m: Int32,
         n: Int32,
         k: Int32,
@@ -130,9 +174,11 @@ class HopperGroupedOuter:
             out_smem,
             scheduler,
             out,
+            partial,
             accumulate,
         ).launch(
-            grid=[num_sms, 1, 1],
+            grid=[num_sms // self.tile.cluster * self.tile.cluster, 1, 1],
+            cluster=[self.tile.cluster, 1, 1],
             block=[THREADS, 1, 1],
             min_blocks_per_mp=1,
             use_pdl=self.tile.pdl,
@@ -155,6 +201,7 @@ class HopperGroupedOuter:
         out_smem: cute.ComposedLayout,
         scheduler: OuterScheduler,
         out: cute.Pointer,
+        partial: cute.Pointer,
         accumulate: Int32,
     ):
         allocator = cutlass.memory.SmemAllocator()
@@ -162,6 +209,12 @@ class HopperGroupedOuter:
         staging = allocator.allocate_tensor(
             self.out_dtype, out_smem.outer, byte_alignment=1024, swizzle=out_smem.inner
         )
+        share = Share(
+            epilogue.Output(partial, Float32, _VECTOR * CONSUMERS * WARPGROUP),
+            allocator.allocate_array(Int64, 1),
+        )
+        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0:
+            share.init()
         self.mainloop.start((rhs_ring, lhs_ring), (rhs_atom, lhs_atom, *out_atoms))
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp < 4:
@@ -179,8 +232,9 @@ class HopperGroupedOuter:
                 out_tensor,
                 staging,
                 self.out_dtype,
+                evict_first=True,
             )
-            self.multiply(scheduler, rhs_ring, lhs_ring, output, staged, accumulate)
+            self.multiply(scheduler, rhs_ring, lhs_ring, output, staged, share, accumulate)
 
     @cute.jit
     def copy(self, scheduler, ring, atom, tensor, tiler, is_lhs: cutlass.Constexpr[bool]):
@@ -225,10 +279,8 @@ class HopperGroupedOuter:
         ring.drain(state)
 
     @cute.jit
-    def multiply(self, scheduler, rhs_ring, lhs_ring, out, staged, accumulate):
+    def multiply(self, scheduler, rhs_ring, lhs_ring, out, staged, share, accumulate):
         rhs_state, lhs_state = rhs_ring.consumer_state(), lhs_ring.consumer_state()
-        warp = cute.arch.warp_idx() - WARPGROUP // 32
-        box = staged.box(self.out_dtype)
         ends, order = scheduler.start()
         turn, tile = Int32(0), scheduler.nth(order, Int32(0))
         while tile < scheduler.num_tiles():
@@ -237,27 +289,39 @@ class HopperGroupedOuter:
             accumulators, rhs_state, lhs_state = self.mainloop.multiply(
                 self.tile.m, rhs_ring, lhs_ring, lhs_ring.smem, rhs_state, lhs_state, k_tiles
             )
-            group = work.out_batch * scheduler.num_groups + work.group
-            if cutlass.const_expr(staged.adding_atom is None):
-                first_row = Int64(group) * scheduler.k + work.row
-                # A few at a time, as what is read takes registers too.
-                blocks = epilogue.blocks(accumulators)
-                for i in cutlass.range_constexpr(0, len(blocks), _BLOCKS):
-                    if accumulate != 0:
-                        epilogue.add_stored(
-                            out,
-                            accumulators,
-                            first_row,
-                            scheduler.k - work.row,
-                            work.column + warp * 16,
-                            blocks[i : i + _BLOCKS],
-                        )
-
-            def place(i, j, work=work, group=group):
-                first = work.row // box[0], work.column // box[1]
-                return cute.local_tile(staged.tensor, box, (first[0] + i, first[1] + j, group))
-
-            staged.store(accumulators, warp // 4, place, accumulate)
+            given = Boolean(False)
+            if cutlass.const_expr(self.tile.cluster > 1):
+                if work.shared:
+                    given = scheduler.share() == 1
+                    share.give_or_take(accumulators, given)
+            if not given:
+                self.store(scheduler, work, accumulators, out, staged, accumulate)
             turn += 1
             tile = scheduler.nth(order, turn)
         staged.finish()
+
+    @cute.jit
+    def store(self, scheduler, work, accumulators, out, staged, accumulate):
+        warp = cute.arch.warp_idx() - WARPGROUP // 32
+        box = staged.box(self.out_dtype)
+        group = work.out_batch * scheduler.num_groups + work.group
+        if cutlass.const_expr(staged.adding_atom is None):
+            first_row = Int64(group) * scheduler.k + work.row
+            # A few at a time, as what is read takes registers too.
+            blocks = epilogue.blocks(accumulators)
+            for i in cutlass.range_constexpr(0, len(blocks), _BLOCKS):
+                if accumulate != 0:
+                    epilogue.add_stored(
+                        out,
+                        accumulators,
+                        first_row,
+                        scheduler.k - work.row,
+                        work.column + warp * 16,
+                        blocks[i : i + _BLOCKS],
+                    )
+
+        def place(i, j):
+            first = work.row // box[0], work.column // box[1]
+            return cute.local_tile(staged.tensor, box, (first[0] + i, first[1] + j, group))
+
+        staged.store(accumulators, warp // 4, place, accumulate)

@@ -13,11 +13,13 @@ from pearl_jax.tiling import KernelSpec
 DTYPES = {"bfloat16": BFloat16, "float16": Float16, "float32": Float32}
 
 
-def compile_launcher(launcher, spec: KernelSpec, num_sizes: int, out_align=16):
-    """The compiled launcher, to be exported: six pointers, num_sizes integers and the stream.
+def compile_launcher(launcher, spec: KernelSpec, out_align=16):
+    """The compiled launcher, to be exported: pointers, integers and the stream.
 
-    The pointers: lhs, rhs, group_sizes, group_offset, batch_index, out.
+    The pointers: lhs, rhs, group_sizes, group_offset, batch_index, out, and of an outer product
+    those sums that one CTA has for another.
     """
+    outer = spec.form == "wgrad"
 
     def pointer(dtype, align):
         return make_ptr(dtype, 0, cute.AddressSpace.gmem, assumed_align=align)
@@ -28,7 +30,8 @@ def compile_launcher(launcher, spec: KernelSpec, num_sizes: int, out_align=16):
         pointer(DTYPES[spec.dtype], 16),
         *(pointer(cutlass.Int32, 4) for _ in range(3)),
         pointer(DTYPES[spec.out_dtype], out_align),
-        *(cutlass.Int32(1) for _ in range(num_sizes)),
+        *([pointer(Float32, 16)] if outer else []),
+        *(cutlass.Int32(1) for _ in range(11 if outer else 9)),
         cuda.CUstream(0),
         options=f"--gpu-arch {spec.arch}",
     )

@@ -10,7 +10,9 @@ c + 2 clusters and so on. Every warp that needs the tiles walks by itself: its
 Those of the outer product are numbered by batch, group, band of columns, row tile and column
 tile of the result, whose groups all have the same number of tiles; what differs are the rows
 over which they sum, and so how long they take. The tiles of the largest group come first,
-and who has one more of them than others has fewer of the rest.
+and who has one more of them than others has fewer of the rest. On a cluster of two, where most
+CTAs would have nothing else to do meanwhile, two share one of its last tiles: half of the rows
+each.
 
 Negative sizes count as 0, and the sum is cut off at m.
 """
@@ -21,10 +23,10 @@ import dataclasses
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Uint32
+from cutlass import Boolean, Int32, Int64, Uint32
 from cutlass.base_dsl.native_struct import native_struct
 
-from pearl_jax.tiling import K_TILE
+from pearl_jax.tiling import K_TILE, SHARE_K_TILES, STORE_K_TILES, shares_last_tiles
 
 _LANES = 32
 
@@ -35,10 +37,6 @@ ROW_ALIGN = 16
 # Of r rounds of tiles all then get as many clusters, however many that leaves idle: a
 # shorter last round would leave power unused that the others lack (2 % on an H200).
 _EVEN_ROUNDS = 256
-
-# What a tile of an outer product takes beside its K tiles, to store its result (on an H200,
-# benchmarks/notes/outer.md). Who does which tiles depends on it, their values do not.
-_STORE_K_TILES = 3
 
 # Columns of the result of an outer product that its tiles go through before they turn to other
 # rows: what is stored at the same time lies side by side, and the next rows find the operand in
@@ -88,7 +86,9 @@ class Order:
     """The order of the work tiles of an outer product, see OuterScheduler.nth."""
 
     largest: Int32  # group, counted over all batches of the result
-    ahead: Int32
+    busy: Int32  # the first so many CTAs (or pairs) work on its last tiles, the others
+    ahead: Int32  # on so many others meanwhile
+    shared: Boolean  # two work on each of its last tiles
 
 
 @native_struct
@@ -99,6 +99,7 @@ class OuterTile:
     group: Int32
     row: Int32
     column: Int32
+    shared: Boolean  # summed over half of the rows by each CTA of the cluster
 
 
 @native_struct
@@ -338,16 +339,20 @@ class OuterScheduler(Groups):
         return self.num_batches * self.num_groups
 
     def _places(self):
-        """CTAs (or pairs), and how many of them have a tile more of the largest group."""
-        places = cute.arch.grid_dim()[0] // self.tile.ctas
-        return places, self._tiles_of_a_group() % places
+        """CTAs (or pairs), and which of them this is."""
+        ctas = self.tile.ctas
+        return cute.arch.grid_dim()[0] // ctas, cute.arch.block_idx()[0] // ctas
+
+    def share(self):
+        """Which half of the rows of a shared tile is this CTA's."""
+        return cute.arch.block_idx()[0] % 2
 
     @cute.jit
     def _cost(self, group: Int32) -> Int32:
         """What a tile of the lane's group takes, in K tiles; 0 if there is no such group."""
         cost = Int32(0)
         if group < self._groups():
-            cost = Int32(_STORE_K_TILES)
+            cost = Int32(STORE_K_TILES)
             for part in range(self.reduced):
                 batch = group // self.num_groups * self.reduced + part
                 index = self._offset(batch) + group % self.num_groups
@@ -371,13 +376,23 @@ class OuterScheduler(Groups):
         largest = largest if most == cost else self._groups()
         chosen = cute.arch.warp_redux_sync(largest, "min")
         second = second if largest == chosen else cutlass.max(second, most)
+        others = cute.arch.warp_redux_sync(total, "add") - cost
+        places, _ = self._places()
+        tiles = self._tiles_of_a_group()
+        busy, shared = tiles % places, Boolean(False)
+        if cutlass.const_expr(self.tile.cluster > 1):
+            shared = shares_last_tiles(
+                Int64(places), Int64(tiles), Int64(cost), Int64(tiles) * others
+            )
+            if shared:
+                busy, cost = 2 * busy, cost // 2 + SHARE_K_TILES
         # Who is ahead comes to other groups of any size: at most the second largest, or, where
         # each turn of theirs is a whole group or more, the mean.
         other = cute.arch.warp_redux_sync(second, "max")
-        places, busy = self._places()
-        if places - busy >= self._tiles_of_a_group() and self._groups() > 1:
-            other = (cute.arch.warp_redux_sync(total, "add") - cost) // (self._groups() - 1)
-        return Order(largest=chosen, ahead=cost // cutlass.max(other, 1))
+        if places - busy >= tiles and self._groups() > 1:
+            other = others // (self._groups() - 1)
+        ahead = cost // cutlass.max(other, 1)
+        return Order(largest=chosen, busy=busy, ahead=ahead, shared=shared)
 
     @cute.jit
     def nth(self, order: Order, i: Int32) -> Int32:
@@ -386,16 +401,18 @@ class OuterScheduler(Groups):
         All take turns at these. Who had one less of them then does `ahead` others, which take
         about as long as one of them, and after that all take turns again.
         """
-        places, busy = self._places()
-        place = cute.arch.block_idx()[0] // self.tile.ctas
+        places, place = self._places()
+        idle = places - order.busy
         first = self._tiles_of_a_group()
+        rounds = first // places  # of whole ones
+        meanwhile = 1 if place < order.busy else order.ahead
         tile = i * places + place
-        i -= first // places
-        if tile >= first and place >= busy and i < order.ahead:
-            tile = first + i * (places - busy) + place - busy
-        elif tile >= first:
-            i -= 1 if place < busy else order.ahead
-            tile = first + order.ahead * (places - busy) + i * places + place
+        if i >= rounds + meanwhile:
+            tile += first + order.ahead * idle - (rounds + meanwhile) * places
+        elif i >= rounds and place >= order.busy:
+            tile = first + (i - rounds) * idle + place - order.busy
+        elif i >= rounds and order.shared:
+            tile = rounds * places + place // 2
         return tile
 
     @cute.jit
@@ -416,7 +433,13 @@ class OuterScheduler(Groups):
             group=group % self.num_groups,
             row=row_tile * self.tile.m,
             column=(band * most + in_band - row_tile * columns) * self.tile.n,
+            shared=order.shared and index == 0 and in_group >= self._whole_rounds(),
         )
+
+    def _whole_rounds(self):
+        """Tiles of the largest group in rounds in which every CTA (or pair) has one."""
+        places, _ = self._places()
+        return self._tiles_of_a_group() // places * places
 
     def _tiles_of_a_group(self):
         return self._row_tiles() * self._column_tiles()
@@ -453,6 +476,11 @@ class OuterScheduler(Groups):
                 ends = self._load(batch, ends.index + 1, ends.end_row)
             first = cute.arch.shuffle_sync(ends.lane_row, group % _LANES)
             count = cute.arch.shuffle_sync(ends.lane_end, group % _LANES) - first
+        if cutlass.const_expr(self.tile.cluster > 1):
+            if work.shared:
+                half = cutlass.min(cute.round_up(cute.ceil_div(count, 2), K_TILE), count)
+                first += self.share() * half
+                count = cutlass.min(count - self.share() * half, half)
         return ends, Rows(
             lhs_first=self._batch(batch, 0) * self.m + first,
             rhs_first=self._batch(batch, 1) * self.m + first,
