@@ -165,8 +165,7 @@ Sizes SizesOfOuter(Span l, Span r, Span b, Span o) {
 ffi::Error Execute(CUstream stream, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs,
                    ffi::BufferR2<ffi::S32> group_sizes, ffi::BufferR1<ffi::S32> group_offset,
                    ffi::BufferR2<ffi::S32> batch_index, ffi::RemainingArgs old,
-                   ffi::Result<ffi::AnyBuffer> out, ffi::RemainingRets partial,
-                   KernelNames names) {
+                   ffi::Result<ffi::AnyBuffer> out, ffi::RemainingRets partial, KernelNames names) {
   if (out->element_count() == 0) return ffi::Error::Success();
   auto loaded = Load(stream, names);
   if (loaded.has_error()) return loaded.error();

@@ -2,7 +2,6 @@
 
 #include <mutex>
 #include <unordered_map>
-#include <vector>
 
 #define KERNEL(name, form, dtype, out_dtype, load_library, load_to_device, launch) \
   extern "C" void load_library(void**);                                            \
@@ -57,17 +56,15 @@ CUresult Kernel::Load(CUdevice device) {
 
 CUresult Kernel::Launch(LaunchArguments& a) const {
   CUresult result = CUDA_SUCCESS;
-  std::vector<void*> arguments = {&a.lhs,          &a.rhs,         &a.group_sizes,
-                                  &a.group_offset, &a.batch_index, &a.out};
-  auto add = [&](std::initializer_list<void*> more) {
-    arguments.insert(arguments.end(), more);
-  };
-  if (form == Form::kWgrad) add({&a.partial});
-  add({&a.m, &a.n, &a.k, &a.num_groups, &a.num_sizes, &a.num_batches, &a.lhs_batches,
-       &a.rhs_batches});
-  if (form == Form::kWgrad) add({&a.reduced, &a.accumulate});
-  add({&a.num_sms, &a.stream, &result});
-  launch(arguments.data(), static_cast<int32_t>(arguments.size()));
+  void* arguments[32];
+  int32_t count = 0;
+  auto add = [&](auto&... fields) { ((arguments[count++] = &fields), ...); };
+  add(a.lhs, a.rhs, a.group_sizes, a.group_offset, a.batch_index, a.out);
+  if (form == Form::kWgrad) add(a.partial);
+  add(a.m, a.n, a.k, a.num_groups, a.num_sizes, a.num_batches, a.lhs_batches, a.rhs_batches);
+  if (form == Form::kWgrad) add(a.reduced, a.accumulate);
+  add(a.num_sms, a.stream, result);
+  launch(arguments, count);
   return result;
 }
 

@@ -127,6 +127,10 @@ def estimate(arch, form, tile, k, n, group_sizes) -> Estimate:
         row_tiles[rest, full + (rest > 0)] += rest > 0
     count = row_tiles.total()
     work_tiles = count * column_tiles
+    narrow = tiling.narrow_columns(arch, tile)
+    if narrow < tile.n and 2 * work_tiles <= places:
+        half = estimate(arch, form, dataclasses.replace(tile, n=narrow), k, n, group_sizes)
+        return dataclasses.replace(half, tile=tile)
 
     def work(active):
         """Mean seconds of a work tile while so many places work, and what it waits for."""
@@ -193,26 +197,11 @@ def choose(arch, form, m, k, n, num_groups) -> tiling.TileConfig:
     return rank(arch, form, m, k, n, num_groups)[0][0].tile
 
 
-def _can_share(arch, tile, m, k, n, num_groups):
-    """Whether multiprocessors would share tiles of a group that had all rows, and it pays.
+def choose_outer(arch, k, n, num_groups) -> tiling.TileConfig:
+    """The work tile of num_groups outer products (k, n), whatever their rows.
 
-    With more than two rounds of tiles that saves less than a kernel loses whose multiprocessors
-    are bound together in twos.
-    """
-    tiles = math.ceil(k / tile.m) * math.ceil(n / tile.n)
-    places = MACHINES[arch].multiprocessors
-    most = math.ceil(m / tiling.K_TILE) + tiling.STORE_K_TILES
-    others = tiles * (num_groups - 1) * tiling.STORE_K_TILES
-    return tiles < 2 * places and tiling.shares_last_tiles(places, tiles, most, others)
-
-
-def choose_outer(arch, m, k, n, num_groups) -> tiling.TileConfig:
-    """The work tile of num_groups outer products (k, n) over m rows in all.
-
-    One whose tiles can be shared, if one group with all rows would leave most multiprocessors
-    idle. Else the one with which the busiest multiprocessor has the least to copy, and of
-    several the one that covers the result with the least waste. Of those that are left, the
-    smallest.
+    The one with which the busiest multiprocessor has the least to copy, and of several the
+    one that covers the result with the least waste. Of those that are left, the smallest.
     """
 
     def cost(tile):
@@ -226,6 +215,4 @@ def choose_outer(arch, m, k, n, num_groups) -> tiling.TileConfig:
             tile.n,
         )
 
-    tiles = tiling.tiles(arch, "wgrad")
-    sharing = [t for t in tiles if t.cluster > 1 and _can_share(arch, t, m, k, n, num_groups)]
-    return min(sharing or [t for t in tiles if t.cluster == 1], key=cost)
+    return min(tiling.tiles(arch, "wgrad"), key=cost)

@@ -33,7 +33,8 @@ class TileConfig:
     Attributes:
       m: most rows of one work tile. Each group is cut into tiles of this many rows; the
         last one may be partly empty. Plain XLA heeds only this one.
-      n: columns of one work tile of a kernel.
+      n: columns of one work tile of a kernel. On Hopper half of 256 where so few groups have
+        rows that half of the multiprocessors would have no tile, but not of an outer product.
       k: elements of k of one stage of weights, a multiple of 64.
       cluster: how many neighbouring column tiles are worked on together, each by its own
         multiprocessor (or pair of them), and share one copy of the rows. Of an outer product,
@@ -152,11 +153,9 @@ _LEAST_STAGES = 4  # of rows: fewer do not hide how long the copy engine takes
 STAGE_COLUMNS = 128
 
 
-# What a tile of an outer product takes on an H200 beside its K tiles, counted in K tiles
-# (benchmarks/notes/outer.md): to store its result, and more on each of two multiprocessors that
-# share it, as sums of one go to the other through memory.
-STORE_K_TILES, SHARE_K_TILES = 3, 8
-SHARED_TILES = 64  # at most in one call
+# Tiles of an outer product that may be shared in one call: sums of one of two multiprocessors
+# go to the other through memory.
+SHARED_TILES = 64
 _MOST_SUMS = 2**15  # of a tile: the registers of a multiprocessor do not hold more
 
 
@@ -167,6 +166,11 @@ STAGING_BYTES = 8 * 1024  # of a buffer
 def stage_columns(arch, tile) -> int:
     """Columns of a stage of weights, in each CTA."""
     return STAGE_COLUMNS if arch == "sm_90a" else tile.n // tile.ctas
+
+
+def narrow_columns(arch, tile) -> int:
+    """Columns of a work tile of a matmul where only few groups have rows."""
+    return STAGE_COLUMNS if arch == "sm_90a" else tile.n
 
 
 def stages(arch, tile) -> tuple[int, int]:
@@ -331,7 +335,7 @@ _STORE_COLUMNS = {"sm_90a": 8, "sm_100f": 16}  # of 16 bits, in one store
 # Hopper: there is little arithmetic for each element of the result, so storing it counts, and
 # the copy engine does that. Both tiles need the least traffic for their arithmetic; one has
 # the half-empty tiles at the lower end of the result, the other at the right. Where a group of
-# many rows may have too few tiles, two multiprocessors can share one (see cost.py).
+# many rows has too few tiles, two multiprocessors share one.
 #
 # Blackwell, from the arithmetic and not measured (benchmarks/notes/blackwell.md): for its
 # arithmetic a pair needs 64 bytes a clock from L2, all there are; 128 x 256 on one CTA
@@ -339,9 +343,8 @@ _STORE_COLUMNS = {"sm_90a": 8, "sm_100f": 16}  # of 16 bits, in one store
 # makes four times the tiles of a result too small to fill the chip.
 _OUTER_TILES = {
     "sm_90a": (
-        TileConfig(256, 128, K_TILE, staged=True),
-        TileConfig(128, 256, K_TILE, staged=True),
         TileConfig(256, 128, K_TILE, 2, staged=True),
+        TileConfig(128, 256, K_TILE, 2, staged=True),
     ),
     "sm_100f": (
         TileConfig(128, 128, K_TILE, rows_on_m=True),
@@ -377,20 +380,8 @@ def kernel(arch, form, dtype, out_dtype, k, n, tile) -> KernelSpec:
 
 
 def partial_sums(spec) -> int:
-    """float32 numbers of memory that a kernel keeps sums in."""
+    """How many float32 sums a kernel may keep in memory."""
     return SHARED_TILES * _MOST_SUMS if spec.form == "wgrad" and spec.tile.cluster > 1 else 0
-
-
-def shares_last_tiles(places, tiles, cost, others):
-    """Whether two multiprocessors share each of the last tiles of the largest group.
-
-    places: multiprocessors, tiles: of the group, cost: of each, others: of all other groups'
-    tiles together, in K tiles. All of them, the shares and the rest, must be done before one
-    whole tile would be. Arguments are integers here, and in a kernel 64 bits wide.
-    """
-    last, both = tiles % places, cost + 2 * SHARE_K_TILES
-    few = (0 < last) & (2 * last <= places) & (last <= SHARED_TILES)
-    return few & (both < 2 * cost) & (last * both + others < places * cost)
 
 
 def candidates(arch, form, mean) -> tuple[TileConfig, ...]:

@@ -92,7 +92,7 @@ def choose(arch, form, m, k, n, num_groups, has=lambda tile: True) -> TileConfig
     if tile is None:
         why = "by the cost model"
         if form == "wgrad":
-            tile = cost.choose_outer(arch, m, k, n, num_groups)
+            tile = cost.choose_outer(arch, k, n, num_groups)
         else:
             tile = cost.choose(arch, form, m, k, n, num_groups)
     _say(arch, problem, tile, why)

@@ -55,12 +55,12 @@ KERNELS = r'kernels = \{sm_100 = "([^"]*)", sm_90 = "([^"]*)"\}'
 
 
 def calls(text, target=TARGET):
-    """For each call of the target: the Hopper kernel, and the types of operands and of the result."""
+    """For each call of the target: the Hopper kernel, the types of operands, that of the result."""
     found = []
     for line in text.splitlines():
         if f"custom_call @{target}(" in line:
             kernels = re.search(KERNELS, line)
-            types, result = re.search(r": \((.*)\) -> \(?tensor<([^>]*)>", line.strip()).groups()
+            types, result = re.search(r": \((.*)\) -> \(?tensor<([^>]*)>", line).groups()
             assert {*kernels.groups()} <= {*names(), ""}
             found.append((kernels[2], re.findall(r"tensor<([^>]*)>", types), result))
     return found

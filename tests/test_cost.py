@@ -47,12 +47,18 @@ def test_columns_that_are_not_there_are_not_read():
 
 
 def test_one_multiprocessor_alone():
-    """By hand: six K tiles arrive every 1.25 us, and pass a port of 86 GB/s."""
-    weights, rows = 4096 * 256 * 2, 16 * 4096 * 2
-    want = 4096 / 64 / 6 * 1.25e-6 + (weights + 0.13 * rows) / 86e9 + HOPPER.change
-    # Of two K tiles each, and two side by side.
-    assert tiling.stages("sm_90a", FEW)[0] * 2 / 2 == 6
-    assert seconds(FEW, [16], n=256) == pytest.approx(want)
+    """By hand: twelve K tiles arrive every 1.25 us, and pass a port of 86 GB/s."""
+    weights, rows = 4096 * 128 * 2, 16 * 4096 * 2
+    want = 4096 / 64 / 12 * 1.25e-6 + (weights + 0.13 * rows) / 86e9 + HOPPER.change
+    assert tiling.stages("sm_90a", FEW)[0] * 2 == 12  # of two K tiles each
+    assert seconds(FEW, [16], n=128) == pytest.approx(want)
+
+
+def test_tiles_are_narrow_where_few_groups_have_rows():
+    """Up to 66 tiles of 256 columns become twice as many, which 132 multiprocessors share."""
+    for groups, columns in ((1, 128), (33, 128), (34, 256)):
+        e = cost.estimate("sm_90a", "dgrad", FEW, 4096, 512, [16] * groups + [0] * 7)
+        assert (e.tile, e.work_tiles) == (FEW, groups * 512 // columns)
 
 
 def test_empty_groups_cost_nothing():

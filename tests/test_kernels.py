@@ -233,7 +233,10 @@ def test_rows_of_a_tile(compiled, name):
 
 @every_kernel
 def test_k_tiles(compiled, name):
-    """Around once and twice as many as the larger ring of stages holds, odd and even."""
+    """Around once and twice as many as the larger ring of stages holds, odd and even.
+
+    In two work tiles, which are narrow, or in four.
+    """
     spec = SPECS[name]
     weights, rows = tiling.stages(spec.arch, spec.tile)
     stages = max(weights * spec.tile.k // tiling.K_TILE, rows)
@@ -242,7 +245,25 @@ def test_k_tiles(compiled, name):
         k, n = shape(spec, 64 * k_tiles - 8 * (k_tiles % 3), 64)
         k = k or 64
         mode = MODES[k_tiles % 3]
-        run(compiled[name], spec, [5, 0, 18], m=25, k=k, n=n, mode=mode, seed=k_tiles)
+        for sizes in ([5, 0, 18], [5, 1, 17, 1]):
+            run(compiled[name], spec, sizes, m=25, k=k, n=n, mode=mode, seed=k_tiles)
+
+
+NARROW = [n for n, s in SPECS.items() if tiling.narrow_columns(s.arch, s.tile) < s.tile.n]
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_narrow_tiles(compiled, name):
+    """One or two groups with rows: two CTAs have half of a tile's columns each."""
+    spec = SPECS[name]
+    for i, rows in enumerate({1, *(r + d for r in range(16, spec.tile.m, 16) for d in (0, 1))}):
+        k, n = shape(spec, 136, (256, 200, 512, 128)[i % 4])
+        more = {"k": k, "n": n, "mode": MODES[i % 3], "seed": i}
+        run(compiled[name], spec, [0, rows, 0], m=rows + 2, **more)
+        run(compiled[name], spec, [rows, 0, 5], m=rows + 5, **more)
+    k, n = shape(spec, 640, 256)
+    report = run(compiled[name], spec, [0, 9, 0], m=9, k=k, n=n, mode="in order")
+    assert report.busiest < 0.6 * report.instructions
 
 
 @every_kernel

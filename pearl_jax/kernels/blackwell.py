@@ -115,6 +115,7 @@ class BlackwellGroupedMatmul:
             num_sizes,
             num_batches,
             self.tile,
+            tiling.narrow_columns(self.spec.arch, self.tile),
         )
         self.kernel(
             *weights,

@@ -28,10 +28,10 @@ from pearl_jax.tiling import K_TILE, STAGE_COLUMNS, KernelSpec
 class HopperGroupedMatmul:
     """out rows of group i = lhs rows of group i times rhs[i], as a persistent kernel.
 
-    A work tile is up to tile.m rows ("tokens") of one group by tile.n columns. Weights
-    are the M operand of wgmma, tokens the N operand, and each work tile picks the
-    instruction's N by its rows. With a cluster, its CTAs work on neighbouring columns of
-    the same tokens; each copies a part of the tokens to all.
+    A work tile is up to tile.m rows ("tokens") of one group by tile.n columns, or by half of
+    256 where there are few. Weights are the M operand of wgmma, tokens the N operand, and each
+    work tile picks the instruction's N by its rows. With a cluster, its CTAs work on
+    neighbouring columns of the same tokens; each copies a part of the tokens to all.
 
     Warps (384 threads, one CTA on each multiprocessor):
       warp 0      copies weights: stages of (STAGE_COLUMNS, tile.k)
@@ -58,11 +58,19 @@ class HopperGroupedMatmul:
         self.mainloop = Mainloop(
             spec, forms.weights_major(spec), OperandMajorMode.K, spec.tile.cluster
         )
-        self.extents = [e for e in tiling.EXTENTS if e <= spec.tile.m]
         self.box_rows = max(16, spec.tile.m // 4)  # tokens of one request of the copy engine
-        # An instruction reads no token that was not copied.
-        for least, extent in zip([0, *self.extents], self.extents):
-            assert -(-(least + 1) // self.box_rows) * self.box_rows >= extent
+        # The blocks of a work tile, above how many rows and up to how many it has.
+        self.variants = []
+        blocks = self.mainloop.blocks
+        for num_blocks in range(blocks, 0, -1):
+            least = 0
+            for extent in (e for e in tiling.EXTENTS if e <= spec.tile.m):
+                # Of a narrow tile one for each number of requests, to make less code.
+                if num_blocks == blocks or extent % self.box_rows == 0:
+                    self.variants.append((num_blocks, least, extent))
+                    # An instruction reads no token that was not copied.
+                    assert -(-(least + 1) // self.box_rows) * self.box_rows >= extent
+                    least = extent
 
         size = self.dtype.width // 8
         self.weights_bytes = STAGE_COLUMNS * spec.tile.k * size
@@ -119,6 +127,7 @@ class HopperGroupedMatmul:
             num_sizes,
             num_batches,
             self.tile,
+            tiling.narrow_columns(self.spec.arch, self.tile),
         )
         out_map = []
         if cutlass.const_expr(self.tile.staged):
@@ -207,7 +216,7 @@ class HopperGroupedMatmul:
         while work.valid:
             column_tile = work.column // STAGE_COLUMNS
             for i in range(num_stages):
-                for block in range(self.mainloop.blocks):
+                for block in range(work.columns // STAGE_COLUMNS):
                     ring.acquire(state, self.weights_bytes)
                     cute.copy(
                         atom,
@@ -269,14 +278,16 @@ class HopperGroupedMatmul:
         while work.valid:
             out_row = Int64(work.out_batch) * scheduler.m + work.row
             column = work.column + warp * 16
-            for i in cutlass.range_constexpr(len(self.extents)):
-                least = self.extents[i - 1] if i else 0
-                if work.rows > least and work.rows <= self.extents[i]:
+            for i in cutlass.range_constexpr(len(self.variants)):
+                num_blocks, least, extent = self.variants[i]
+                columns = num_blocks * STAGE_COLUMNS
+                if work.columns == columns and work.rows > least and work.rows <= extent:
                     accumulators, weights_state, tokens_state = self.mainloop.multiply(
-                        self.extents[i],
+                        extent,
+                        num_blocks,
                         weights_ring,
                         tokens_ring,
-                        self.tokens_operand(tokens_ring.smem, self.extents[i]),
+                        self.tokens_operand(tokens_ring.smem, extent),
                         weights_state,
                         tokens_state,
                         k_tiles,

@@ -109,6 +109,7 @@ class Mainloop:
     def multiply(
         self,
         extent: cutlass.Constexpr[int],
+        num_blocks: cutlass.Constexpr[int],
         weights_ring,
         tokens_ring,
         tokens,
@@ -118,7 +119,8 @@ class Mainloop:
     ):
         """The accumulators of one work tile, and the rings' next positions; consumers only.
 
-        tokens: the operand in the stages of tokens_ring, (extent, K_TILE, stages).
+        It has num_blocks of columns, which are stages of weights side by side, and extent rows:
+        tokens is the operand in the stages of tokens_ring, (extent, K_TILE, stages).
         """
         thread = cute.arch.thread_idx()[0] - WARPGROUP
         tile = self.spec.tile
@@ -134,7 +136,9 @@ class Mainloop:
         warpgroup_mma = mma.get_slice(cute.arch.make_warp_uniform(thread // WARPGROUP) * WARPGROUP)
         a = mma.make_fragment_A(warpgroup_mma.partition_A(weights_ring.smem))
         b = mma.make_fragment_B(warpgroup_mma.partition_B(tokens))
-        accumulators = cute.make_rmem_tensor(mma.partition_shape_C((tile.n, extent)), Float32)
+        accumulators = cute.make_rmem_tensor(
+            mma.partition_shape_C((num_blocks * STAGE_COLUMNS, extent)), Float32
+        )
         accumulators.fill(0.0)
         mma.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.fence()
@@ -146,7 +150,7 @@ class Mainloop:
         for i in range(k_tiles):
             tokens_ring.wait(tokens_state)
             state = weights_state.clone()
-            for block in cutlass.range_constexpr(self.blocks):
+            for block in cutlass.range_constexpr(num_blocks):
                 weights_ring.wait(state)
                 c = blocks[None, (None, block), None]
                 for step in cutlass.range_constexpr(steps):
@@ -165,20 +169,20 @@ class Mainloop:
                 tokens_ring.release(tokens_done)
                 tokens_done.advance()
                 if i % k_ratio == 0:
-                    for _ in cutlass.range_constexpr(self.blocks):
+                    for _ in cutlass.range_constexpr(num_blocks):
                         weights_ring.release(weights_done)
                         weights_done.advance()
             tokens_state.advance()
             if i % k_ratio == k_ratio - 1:
-                for _ in cutlass.range_constexpr(self.blocks):
+                for _ in cutlass.range_constexpr(num_blocks):
                     weights_state.advance()
         warpgroup.wait_group(0)
         if k_tiles > 0:
             tokens_ring.release(tokens_done)
-            for _ in cutlass.range_constexpr(self.blocks):
+            for _ in cutlass.range_constexpr(num_blocks):
                 weights_ring.release(weights_done)
                 weights_done.advance()
         if k_tiles % k_ratio != 0:
-            for _ in cutlass.range_constexpr(self.blocks):
+            for _ in cutlass.range_constexpr(num_blocks):
                 weights_state.advance()
         return accumulators, weights_state, tokens_state

@@ -287,13 +287,19 @@ class HopperGroupedOuter:
             work = scheduler.find(order, tile)
             ends, k_tiles = scheduler.k_tiles(ends, work)
             accumulators, rhs_state, lhs_state = self.mainloop.multiply(
-                self.tile.m, rhs_ring, lhs_ring, lhs_ring.smem, rhs_state, lhs_state, k_tiles
+                self.tile.m,
+                self.mainloop.blocks,
+                rhs_ring,
+                lhs_ring,
+                lhs_ring.smem,
+                rhs_state,
+                lhs_state,
+                k_tiles,
             )
             given = Boolean(False)
-            if cutlass.const_expr(self.tile.cluster > 1):
-                if work.shared:
-                    given = scheduler.share() == 1
-                    share.give_or_take(accumulators, given)
+            if work.shared:
+                given = scheduler.share() == 1
+                share.give_or_take(accumulators, given)
             if not given:
                 self.store(scheduler, work, accumulators, out, staged, accumulate)
             turn += 1

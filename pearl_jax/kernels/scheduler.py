@@ -26,7 +26,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32
 from cutlass.base_dsl.native_struct import native_struct
 
-from pearl_jax.tiling import K_TILE, SHARE_K_TILES, STORE_K_TILES, shares_last_tiles
+from pearl_jax.tiling import K_TILE, SHARED_TILES
 
 _LANES = 32
 
@@ -37,6 +37,11 @@ ROW_ALIGN = 16
 # Of r rounds of tiles all then get as many clusters, however many that leaves idle: a
 # shorter last round would leave power unused that the others lack (2 % on an H200).
 _EVEN_ROUNDS = 256
+
+# What a tile of an outer product takes beside its K tiles, counted in K tiles (on an H200,
+# benchmarks/notes/outer.md): to store its result, and more on each of two multiprocessors that
+# share it. Who does which tiles depends on these.
+_STORE_K_TILES, _SHARE_K_TILES = 3, 8
 
 # Columns of the result of an outer product that its tiles go through before they turn to other
 # rows: what is stored at the same time lies side by side, and the next rows find the operand in
@@ -55,6 +60,7 @@ class WorkTile:
     row: Int32
     rows: Int32
     column: Int32
+    columns: Int32  # of a tile
 
 
 @native_struct
@@ -64,6 +70,7 @@ class Chunk:
     index: Int32  # of the chunk, over all batches
     first_tile: Int32  # tiles before this chunk
     num_tiles: Int32  # tiles of this chunk
+    columns: Int32  # of a tile
     end_row: Int32  # rows of the batch up to the end of this chunk
     lhs_batch: Int32
     out_batch: Int32
@@ -180,10 +187,17 @@ class Groups:
 
 @dataclasses.dataclass(frozen=True)
 class Scheduler(Groups):
-    """The work tiles of a matmul, as one warp walks over them."""
+    """The work tiles of a matmul, as one warp walks over them.
 
-    def _column_tiles(self):
-        return cute.ceil_div(self.n, self.tile.n * self.tile.cluster)
+    Where so few groups have rows that half of the clusters would have no tile, tiles have
+    `narrow` columns instead of tile.n.
+    """
+
+    narrow: cutlass.Constexpr[int]  # tile.n, or half of it
+
+    def _column_tiles(self, columns):
+        together = columns * self.tile.cluster
+        return (self.n + together - 1) // together
 
     def rank(self):
         """Which of the neighbouring column tiles of a cluster this CTA works on."""
@@ -211,7 +225,7 @@ class Scheduler(Groups):
         return Bounds(first=first, last=last)
 
     @cute.jit
-    def _load(self, index: Int32, first_tile: Int32, row: Int32) -> Chunk:
+    def _load(self, index: Int32, first_tile: Int32, row: Int32, columns: Int32) -> Chunk:
         """Chunk number index, with first_tile tiles before it, its batch's rows from row on."""
         batch = index // self._chunks_per_batch()
         in_batch = index % self._chunks_per_batch()
@@ -226,7 +240,7 @@ class Scheduler(Groups):
         owned = group - self._offset(batch)
         tiles = Int32(0)
         if owned >= 0 and owned < self.num_groups:
-            tiles = cute.ceil_div(end - start, self.tile.m) * self._column_tiles()
+            tiles = cute.ceil_div(end - start, self.tile.m) * self._column_tiles(columns)
         end_tile = tiles
         for step in cutlass.range_constexpr(5):
             before = cute.arch.shuffle_sync_up(end_tile, 1 << step)
@@ -236,6 +250,7 @@ class Scheduler(Groups):
             index=index,
             first_tile=first_tile,
             num_tiles=cute.arch.shuffle_sync(end_tile, _LANES - 1),
+            columns=columns,
             end_row=cute.arch.shuffle_sync(end, _LANES - 1),
             lhs_batch=self._batch(batch, 0),
             out_batch=batch,
@@ -251,19 +266,24 @@ class Scheduler(Groups):
         ctas = self.tile.cluster * self.tile.ctas
         cluster = cute.arch.block_idx()[0] // ctas
         clusters = cute.arch.grid_dim()[0] // ctas
+        columns = Int32(self.tile.n)
+        if cutlass.const_expr(self.narrow < self.tile.n):
+            few = 2 * self._num_tiles(columns, clusters // 2) <= clusters
+            columns = Int32(self.narrow) if few else columns
         if cutlass.const_expr(self.tile.m >= _EVEN_ROUNDS):
-            num_tiles = self._num_tiles()
+            num_tiles = self._num_tiles(columns, Int32(2**31 - 1))
             rounds = cutlass.max(cute.ceil_div(num_tiles, clusters), 1)
             clusters = cute.ceil_div(num_tiles, rounds)
             if cluster >= clusters:
                 cluster = num_tiles  # there is no such tile
-        return self._load(Int32(0), Int32(0), Int32(0)), cluster, clusters
+        return self._load(Int32(0), Int32(0), Int32(0), columns), cluster, clusters
 
     @cute.jit
-    def _num_tiles(self) -> Int32:
+    def _num_tiles(self, columns: Int32, enough: Int32) -> Int32:
+        """Tiles in all, or some number above enough."""
         num_tiles, index, row = Int32(0), Int32(0), Int32(0)
-        while index <= self._last_chunk():
-            chunk = self._load(index, num_tiles, row)
+        while index <= self._last_chunk() and num_tiles <= enough:
+            chunk = self._load(index, num_tiles, row, columns)
             num_tiles += chunk.num_tiles
             row = chunk.end_row
             index += 1
@@ -284,14 +304,16 @@ class Scheduler(Groups):
     def find(self, chunk: Chunk, tile: Int32):
         """Work tile number tile, and its chunk; tile must not lie before the given chunk."""
         while tile >= chunk.first_tile + chunk.num_tiles and chunk.index < self._last_chunk():
-            chunk = self._load(chunk.index + 1, chunk.first_tile + chunk.num_tiles, chunk.end_row)
+            chunk = self._load(
+                chunk.index + 1, chunk.first_tile + chunk.num_tiles, chunk.end_row, chunk.columns
+            )
 
         local = tile - chunk.first_tile
         passed = cute.arch.popc(cute.arch.vote_ballot_sync(local >= chunk.lane_end_tile))
         lane = cutlass.min(passed, _LANES - 1)  # the first whose end lies past the tile
         rows = cute.arch.shuffle_sync(chunk.lane_rows, lane)
         row_tiles = cutlass.max(cute.ceil_div(rows, self.tile.m), 1)
-        column_tiles = self._column_tiles()
+        column_tiles = self._column_tiles(chunk.columns)
         local -= cute.arch.shuffle_sync(chunk.lane_end_tile, lane) - row_tiles * column_tiles
         fast_tiles = self._fast_tiles(row_tiles, column_tiles)
         slow = local // fast_tiles
@@ -306,7 +328,8 @@ class Scheduler(Groups):
             group=cute.arch.shuffle_sync(chunk.lane_group, lane),
             row=cute.arch.shuffle_sync(chunk.lane_row, lane) + first,
             rows=cutlass.min(rows - first, step),
-            column=(column_tile * self.tile.cluster + self.rank()) * self.tile.n,
+            column=(column_tile * self.tile.cluster + self.rank()) * chunk.columns,
+            columns=chunk.columns,
         )
         return chunk, work
 
@@ -352,7 +375,7 @@ class OuterScheduler(Groups):
         """What a tile of the lane's group takes, in K tiles; 0 if there is no such group."""
         cost = Int32(0)
         if group < self._groups():
-            cost = Int32(STORE_K_TILES)
+            cost = Int32(_STORE_K_TILES)
             for part in range(self.reduced):
                 batch = group // self.num_groups * self.reduced + part
                 index = self._offset(batch) + group % self.num_groups
@@ -381,11 +404,13 @@ class OuterScheduler(Groups):
         tiles = self._tiles_of_a_group()
         busy, shared = tiles % places, Boolean(False)
         if cutlass.const_expr(self.tile.cluster > 1):
-            shared = shares_last_tiles(
-                Int64(places), Int64(tiles), Int64(cost), Int64(tiles) * others
-            )
+            # All others' tiles and the shares must be done before one whole tile would be.
+            both = cost + 2 * _SHARE_K_TILES
+            work = Int64(busy) * both + Int64(tiles) * others
+            shared = both < 2 * cost and work < Int64(places) * cost
+            shared = shared and busy > 0 and busy <= SHARED_TILES and 2 * busy <= places
             if shared:
-                busy, cost = 2 * busy, cost // 2 + SHARE_K_TILES
+                busy, cost = 2 * busy, both // 2
         # Who is ahead comes to other groups of any size: at most the second largest, or, where
         # each turn of theirs is a whole group or more, the mean.
         other = cute.arch.warp_redux_sync(second, "max")
@@ -476,11 +501,10 @@ class OuterScheduler(Groups):
                 ends = self._load(batch, ends.index + 1, ends.end_row)
             first = cute.arch.shuffle_sync(ends.lane_row, group % _LANES)
             count = cute.arch.shuffle_sync(ends.lane_end, group % _LANES) - first
-        if cutlass.const_expr(self.tile.cluster > 1):
-            if work.shared:
-                half = cutlass.min(cute.round_up(cute.ceil_div(count, 2), K_TILE), count)
-                first += self.share() * half
-                count = cutlass.min(count - self.share() * half, half)
+        if work.shared:
+            half = cutlass.min(cute.round_up(cute.ceil_div(count, 2), K_TILE), count)
+            first += self.share() * half
+            count = cutlass.min(count - self.share() * half, half)
         return ends, Rows(
             lhs_first=self._batch(batch, 0) * self.m + first,
             rhs_first=self._batch(batch, 1) * self.m + first,

@@ -19,6 +19,7 @@ from pearl_jax import library, tiling
 
 ARCH = library.present_arch() or "sm_90a"
 KERNELS = [s for s in tiling.kernels(ARCH) if s.form == "wgrad"]
+SUMS = 4 * max(map(tiling.partial_sums, KERNELS))  # bytes, of every call
 TARGET = 'custom_call_target="pearl_jax.grouped_outer"'
 
 pytestmark = pytest.mark.gpu
@@ -91,6 +92,22 @@ def test_every_kernel(spec):
         args = p.operands(spec.dtype, owned_rows(MANY, m, held, offset))
         out = run(*args, int32(*MANY), np.int32(offset))
         check(out, p.want(MANY, held, offset), f"{spec.name}, offset {offset}")
+
+
+@pytest.mark.parametrize("spec", KERNELS, ids=lambda s: s.name)
+def test_one_group_with_nearly_all_rows(spec):
+    """On Hopper two multiprocessors share each of its tiles: the same bits in every run."""
+    k, n = (512, 768) if spec.wide else (520, 776)
+    sizes = [3, 0, 4000, 9]
+    p, old = problem(4020, k, n), integers(np.random.default_rng(1), 4, k, n)
+    run, old_array = on_gpu(4, **options_of(spec)), jnp.asarray(old).astype(spec.out_dtype)
+    args = *p.operands(spec.dtype, owned_rows(sizes, 4020, 4)), int32(*sizes), np.int32(0)
+    for _ in range(20):
+        check(run(*args), p.want(sizes), spec.name)
+        check(run(*args, old_array), p.want(sizes) + old, f"{spec.name}, added")
+    x, y = normal(0, 4020, k).astype(spec.dtype), normal(1, 4020, n).astype(spec.dtype)
+    first = run(x, y, *args[2:])
+    assert all((run(x, y, *args[2:]) == first).all() for _ in range(20))
 
 
 @pytest.mark.parametrize("spec", KERNELS, ids=lambda s: s.name)
@@ -215,7 +232,7 @@ def test_float32_cotangent_of_a_bfloat16_call():
 
 @pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
 def test_accumulates_in_place(out_dtype):
-    """A donated array becomes the result, with no memory beside it; others do not change."""
+    """A donated array becomes the result, with no memory for another; others do not change."""
     p, sizes = problem(M, 136, 264), SIZES["unaligned"]
     operands = *p.operands("bfloat16"), int32(*sizes), np.int32(0)
     old = integers(np.random.default_rng(1), G, 136, 264)
@@ -223,7 +240,7 @@ def test_accumulates_in_place(out_dtype):
     run = jax.jit(lambda *args: f(*args), donate_argnums=4)
     make = lambda: jnp.asarray(old).astype(out_dtype)
     compiled = run.lower(*operands, make()).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < 4096
+    assert compiled.memory_analysis().temp_size_in_bytes - SUMS < 4096
     assert operations(compiled.as_text(), old.shape) <= NOTHING
     for _ in range(3):
         x = jax.block_until_ready(make())
@@ -311,7 +328,7 @@ def test_training_step_is_three_kernels():
     assert hlo.count('custom_call_target="pearl_jax.grouped_matmul"') == 2
     assert operations(hlo, x.shape) <= NOTHING | {"tuple"}
     assert not re.search(HOST, hlo)
-    assert run.memory_analysis().temp_size_in_bytes < 16384
+    assert run.memory_analysis().temp_size_in_bytes - SUMS < 16384
 
 
 # Public reports.
