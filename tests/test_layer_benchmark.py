@@ -71,6 +71,19 @@ def test_the_step_has_the_gradients_of_tokens_router_and_experts(operands):
     assert all(bool(jnp.any(x != 0)) for x in jax.tree.leaves((d_layer, d_tokens)))
 
 
+def test_no_token_has_its_experts_by_rounding_alone():
+    layer, top_k = moe_layer.random_layer(MODEL), 2
+    tokens = moe_layer.random_tokens(layer, 30000, top_k)
+    raw = jax.random.normal(jax.random.key(2), tokens.shape, tokens.dtype)
+
+    def least_distance(tokens):
+        logits = np.sort(np.asarray(tokens, np.float64) @ np.asarray(layer.router, np.float64))
+        return (logits[:, -top_k] - logits[:, -top_k - 1]).min()
+
+    assert least_distance(raw) < 1e-5 < least_distance(tokens)
+    assert 0 < (tokens != raw).any(1).sum() < 30
+
+
 def test_the_worst_entry_counts():
     want = [jnp.ones((3, 4)), jnp.zeros((2, 2)), jnp.float32(2)]
     got = [want[0].at[1].mul(1.5), want[1], want[2]]
