@@ -231,7 +231,7 @@ struct Array {
   int64_t* dims;
 };
 
-// Calls a handler with some operands and one result. Returns the error, or null.
+// Calls a handler with some operands, then some results. Returns the error, or null.
 const char* xla_call(XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*), int stage, uintptr_t stream,
                      const char* sm_90, const char* sm_100, const Array* arrays, int num_args,
                      int num_rets) {

@@ -130,7 +130,7 @@ def problem(
         offset.astype(np.int32),
         index,
         encode(old.astype(np.float32)) if accumulate else np.full(want.shape, POISON[out_dtype]),
-        np.full(max(tiling.partial_sums(spec), 1), np.nan, np.float32),
+        np.full(SMS // 2 * spec.tile.m * spec.tile.n, np.nan, np.float32),  # of each two CTAs
         m, n, k, held, sizes.shape[1], len(want), batches[0], batches[1],
         reduced, int(accumulate), SMS,
     ]  # fmt: skip
